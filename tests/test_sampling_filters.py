@@ -10,6 +10,7 @@ from transformers.generation import logits_process
 
 import fused_softmax
 from fused_softmax import penalize
+from fused_softmax.ops.sampling import turns
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FILTERS = [("top_k", 1), ("top_k", 7), ("top_k", 0), ("top_p", 0.3), ("top_p", 0.9), ("top_p", 1.0), ("min_p", 0.1)]
@@ -54,7 +55,7 @@ def test_probabilities_are_renormalised(argument, value, dtype, device):
 
 
 @pytest.mark.parametrize("name", ["top_k_mask_logits", "top_p_mask_logits", "min_p_mask_logits", "top_k_renorm_probs"])
-def test_a_row_is_the_same_in_every_batch(name, device):
+def test_a_row_is_the_same_in_every_batch(name, monkeypatch, device):
     function, x = getattr(fused_softmax, name), torch.rand(16, 500).to(device)
     given = torch.randint(1, 400, (16,)) if "top_k" in name else torch.rand(16) / 2 + 0.4
     given = given.to(device)
@@ -65,6 +66,8 @@ def test_a_row_is_the_same_in_every_batch(name, device):
     wide = torch.full((16, 511), NAN, device=device)
     wide[:, 3:503] = x
     assert torch.equal(function(wide[:, 3:503], given), whole)
+    monkeypatch.setattr(turns, "_MOST_BYTES", 3 * 500 * 128)  # three rows at a time
+    assert torch.equal(function(x, given), whole)
 
 
 @pytest.mark.parametrize(

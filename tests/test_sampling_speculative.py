@@ -8,6 +8,7 @@ from products import pairwise
 from sampling_cases import BY_BOTH, BY_TORCH, assert_distributed, few
 
 from fused_softmax import sample, speculative_sample
+from fused_softmax.ops.sampling import turns
 
 N_COLS, K = 7, 2
 FILTERS = [
@@ -193,3 +194,29 @@ REFUSED = [
 def test_a_wrong_argument_is_named(tensors, options, error, message):
     with pytest.raises(error, match=f"speculative_sample: {message}"):
         speculative_sample(*tensors, **options)
+
+
+@BY_BOTH
+@pytest.mark.parametrize("told", [False, True], ids=["drafts alone", "with their logits"])
+def test_few_sequences_at_a_time_give_the_same(told, way, monkeypatch, device):
+    """What memory holds at a time changes nothing."""
+    target, draft = (torch.randn(5, rows, 60).to(device) for rows in (K + 1, K))
+    tokens = torch.randint(0, 60, (5, K), device=device)
+    numbers = {"temperature": torch.linspace(0.5, 2, 5, device=device), "top_p": 0.9, "seed": 3}
+    whole = speculative_sample(target, tokens, draft if told else None, **numbers)
+    monkeypatch.setattr(turns, "_MOST_BYTES", 2 * (K + 1) * 60 * 128)
+    for ours, wanted in zip(speculative_sample(target, tokens, draft if told else None, **numbers), whole, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_drafts_alone_take_no_memory_of_the_vocabulary(device):
+    """They used to take 130 bytes a logit."""
+    if device != "cuda":
+        pytest.skip("allocations of a GPU are counted")
+    target = torch.randn(64, 5, 50_000, device=device, dtype=torch.bfloat16)
+    drafts = torch.zeros(64, 4, dtype=torch.int64, device=device)
+    speculative_sample(target, drafts, top_p=0.9, seed=1)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    speculative_sample(target, drafts, top_p=0.9, seed=1)
+    assert torch.cuda.max_memory_allocated() - before < 8 * 2**20

@@ -603,10 +603,9 @@ def differentiable_gradient(
 
 def referred(x, target, options: LogProb, temperature=None, columns: Kept = EVERY):
     """`reference.log_prob` in the dtype of the arithmetic. temperature: of rows, where the options have none."""
-    kept = None if columns.given is None else reference.columns_of(columns.given, x.shape)
     return reference.log_prob(
         x, target, scale=options.scale, softcap=options.softcap, ignore_index=options.ignore_index,
-        temperature=options.temperature if temperature is None else temperature, kept=kept,
+        temperature=options.temperature if temperature is None else temperature, kept=columns.given,
         arithmetic=arithmetic_of(x),
     )  # fmt: skip
 

@@ -144,25 +144,27 @@ def finished(z: Tensor, scale: float | None, softcap: float | None, temperature:
 def log_prob(
     input: Tensor, target: Tensor, *, scale: float | None = None, softcap: float | None = None,
     temperature: float | Tensor | None = None, ignore_index: int = -100,
-    kept: tuple[Tensor, Tensor] | None = None, arithmetic: torch.dtype = torch.float64,
+    kept: tuple[Tensor, Tensor] | Tensor | None = None, columns: tuple[Tensor, Tensor] | None = None,
+    arithmetic: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(log-probabilities, entropy, lse, statistics) of fused_softmax.log_prob of torch's operations.
 
-    target: of the input's leading shape, or with one dim more, [..., k]. kept: what `columns_of` gives.
+    target: of the input's leading shape, or with one dim more, [..., k]. columns: what `columns_of` gives of `kept`.
     """
+    if kept is not None:
+        columns = columns_of(kept, input.shape)
     t = (target if target.ndim == input.ndim else target.unsqueeze(-1)).long()
     counts = t != ignore_index
     wrong = counts & ((t < 0) | (t >= input.shape[-1]))
     known, of_row = counts & ~wrong, counts.any(-1)
     seen = of_row.unsqueeze(-1)
-    if kept is not None:
-        columns, spoilt = kept
-        columns = columns | spoilt
-        seen = seen & columns
+    if columns is not None:
+        own, spoilt = columns[0] | columns[1], columns[1]
+        seen = seen & own
     z = torch.where(seen, input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
     z = finished(z, scale, softcap, temperature)
-    if kept is not None:
-        return _truncated(z, t, target.shape, counts, wrong, columns, spoilt)
+    if columns is not None:
+        return _truncated(z, t, target.shape, counts, wrong, own, spoilt)
     lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
     p = log_p.exp()
     entropy = -torch.where(p == 0, 0.0, p * torch.where(p == 0, 0.0, log_p)).sum(-1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core.route import needs_grad
+from fused_softmax.core.route import needs_grad, runs_here
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import rows_on_shards
 from fused_softmax.ops.sampling.options import (
@@ -22,6 +22,7 @@ from fused_softmax.ops.sampling.options import (
     top_k_of,
     top_p_of,
 )
+from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ranks.dtensor import mesh_of
 
 _CHECKS: dict[str, Callable[..., Any]] = {"top_k": top_k_of, "top_p": top_p_of, "min_p": min_p_of}
@@ -114,7 +115,11 @@ def _kept(name: str, argument: str, rows: Tensor, keep: Callable[..., Tensor], *
     found = rows_on_shards(name, again, {argument: rows, filter: value}, rows.shape[0])
     if found is not None:
         return found
-    return keep(rows, **{filter: _CHECKS[filter](name, value, rows, rows.shape[0])})
+    checked = {filter: _CHECKS[filter](name, value, rows, rows.shape[0])}
+    tensors = [each for each in checked.values() if isinstance(each, Tensor)]
+    if needs_grad(rows, *tensors) or not runs_here(rows, *tensors):
+        return keep(rows, **checked)
+    return in_turns(keep, (rows,), checked)
 
 
 def penalize(

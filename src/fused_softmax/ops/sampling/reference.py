@@ -370,24 +370,39 @@ def speculative_sample(
     target = judge(rows(target_logits), **of_rows, joint=order == "joint")
     valid = target.valid.unflatten(0, (n, k_and_1))
     own = drawn(rows(target_logits), target, **of_rows, order=order, seed=seeds, position=positions)
-    drafts = torch.nn.functional.pad(draft_tokens.long(), (0, 1), value=-1)  # after the last draft comes one more token
-    drafted = (drafts >= 0) & (drafts < n_cols)
+    own = own.unflatten(0, (n, k_and_1))
     if draft_logits is None:
-        tokens, accepted = own.unflatten(0, (n, k_and_1)), own.unflatten(0, (n, k_and_1)) == drafts
-    else:
-        draft = judge(rows(torch.nn.functional.pad(draft_logits, (0, 0, 0, 1))), **of_rows, joint=order == "joint")
-        valid = valid & (draft.valid.unflatten(0, (n, k_and_1)) | ~drafted)
-        column = torch.where(drafted, drafts, 0).flatten()[:, None]
-        p, q = target.probs, draft.probs
-        u = noise.uniform(noise.words_at(seeds, positions, torch.zeros_like(column), noise.ACCEPTED), 0)
-        accepted = (u * q.gather(1, column) < p.gather(1, column)).view(n, k_and_1)
-        left = (p - q).clamp(min=0.0)
-        left = torch.where((left > 0).any(1, keepdim=True), left, p)  # of two equal distributions nothing is left
-        other = noise.draw(left, seeds, positions, noise.RESIDUAL_GROUPS, noise.RESIDUAL_MEMBERS)
-        tokens = torch.where(drafted, other.view(n, k_and_1), own.view(n, k_and_1))
-    accepted = accepted & drafted & valid
+        return verified(own, valid, draft_tokens, n_cols)
+    drafts, drafted = drafts_of(draft_tokens, n_cols)
+    draft = judge(rows(torch.nn.functional.pad(draft_logits, (0, 0, 0, 1))), **of_rows, joint=order == "joint")
+    valid = valid & (draft.valid.unflatten(0, (n, k_and_1)) | ~drafted)
+    column = torch.where(drafted, drafts, 0).flatten()[:, None]
+    p, q = target.probs, draft.probs
+    u = noise.uniform(noise.words_at(seeds, positions, torch.zeros_like(column), noise.ACCEPTED), 0)
+    accepted = (u * q.gather(1, column) < p.gather(1, column)).view(n, k_and_1)
+    left = (p - q).clamp(min=0.0)
+    left = torch.where((left > 0).any(1, keepdim=True), left, p)  # of two equal distributions nothing is left
+    other = noise.draw(left, seeds, positions, noise.RESIDUAL_GROUPS, noise.RESIDUAL_MEMBERS)
+    return verified(torch.where(drafted, other.view(n, k_and_1), own), valid, draft_tokens, n_cols, accepted)
+
+
+def drafts_of(draft_tokens: Tensor, n_cols: int) -> tuple[Tensor, Tensor]:
+    """(drafts [n, k + 1], -1 after the last, since one more token follows; which of them are columns)."""
+    drafts = torch.nn.functional.pad(draft_tokens.long(), (0, 1), value=-1)
+    return drafts, (drafts >= 0) & (drafts < n_cols)
+
+
+def verified(
+    tokens: Tensor, valid: Tensor, draft_tokens: Tensor, n_cols: int, accepted: Tensor | None = None
+) -> Speculated:  # fmt: skip
+    """What drafts leave of the target's tokens [n, k + 1], of rows that are valid or not.
+
+    accepted: which drafts are; without it, those that are the target's tokens.
+    """
+    drafts, drafted = drafts_of(draft_tokens, n_cols)
+    accepted = (tokens == drafts if accepted is None else accepted) & drafted & valid
     n_accepted = accepted.long().cumprod(1).sum(1)
-    last = n_accepted[:, None]
+    last, at = n_accepted[:, None], torch.arange(tokens.shape[1], device=tokens.device)
     tokens = torch.where(at < last, drafts, torch.where(valid, tokens, 0))
     return Speculated(tokens.masked_fill(at > last, -1), n_accepted, valid.gather(1, last).squeeze(1))
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import refusing
-from fused_softmax.core.route import Route, is_sharded, needs_grad, route_of
+from fused_softmax.core.route import Route, is_sharded, needs_grad, route_of, runs_here
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import draws_on_shards
 from fused_softmax.ops.sampling.launches import (
@@ -45,6 +45,7 @@ from fused_softmax.ops.sampling.options import (
 )
 from fused_softmax.ops.sampling.over_ranks import sample_of_shards
 from fused_softmax.ops.sampling.reference import SampleOutput
+from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ranks.dtensor import Axes, mesh_of
 from fused_softmax.ranks.groups import Transport, over_of
 
@@ -363,8 +364,25 @@ def _speculative(target_logits, draft_tokens, draft_logits, as_given, random):
         positions = positions_of(position, n, device)
         if position is None:
             positions = positions * k_and_1  # sequences of one seed share no position
-        return SpeculativeOutput(
-            *reference.speculative_sample(
-                target_logits, draft_tokens, draft_logits, seeds, positions, **options.filters()
-            )
-        )
+        given = target_logits, draft_tokens, draft_logits, seeds, positions
+        others = [each for each in (*given[1:], *as_given.values()) if isinstance(each, Tensor)]
+        if not runs_here(target_logits, *others):
+            found = reference.speculative_sample(*given, **options.filters())
+        elif draft_logits is None:
+            found = _drafts_that_are_drawn(target_logits, draft_tokens, as_given, seeds, positions)
+        else:
+            found = in_turns(reference.speculative_sample, given, options.filters())
+        return SpeculativeOutput(*found)
+
+
+def _drafts_that_are_drawn(target_logits, draft_tokens, as_given, seeds, positions):
+    """The tokens that `sample` draws of all rows, up to the first that is not its draft."""
+    n, k_and_1, n_cols = target_logits.shape
+    at = torch.arange(k_and_1, device=target_logits.device)
+    of_rows = {name: reference.spread(as_given[name], k_and_1) for name in ("temperature", "top_k", "top_p", "min_p")}
+    drawn = sample(
+        target_logits.detach().reshape(n * k_and_1, n_cols), **of_rows, order=as_given["order"],
+        seed=seeds[:, None].expand(n, k_and_1).flatten(), position=(positions[:, None] + at).flatten(),
+    )  # fmt: skip
+    tokens, valid = (each.unflatten(0, (n, k_and_1)) for each in drawn[:2])
+    return reference.verified(tokens, valid, draft_tokens, n_cols)

@@ -15,7 +15,29 @@ from fused_softmax.ops.sampling.plan import plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput
 
 _MOST_BYTES = 2**29  # of notes: 2500 rows of 2**20 columns, and 7400 of few, which keep every chip busy
+_BYTES_OF_A_LOGIT = 128  # that torch's operations take at a time
 _ALIGNED = 16  # draws, after which rows of any dtype and length begin on 16 bytes as the first one does
+
+
+def in_turns(function: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: dict[str, Any]) -> Any:
+    """What a function of torch's operations says of rows, some at a time: a tensor of rows, or a tuple of such.
+
+    given: tensors of rows, or None. numbers: those that are tensors [n_rows] are of rows too.
+    """
+    rows = given[0]
+    assert rows is not None
+    n_rows = len(rows)
+    most = max(1, _MOST_BYTES // (_BYTES_OF_A_LOGIT * max(1, rows[:1].numel())))
+    if n_rows <= most:
+        return function(*given, **numbers)
+    found = []
+    for begin in range(0, n_rows, most):
+        here = slice(begin, begin + most)
+        own = {name: each[here] if isinstance(each, Tensor) and each.ndim else each for name, each in numbers.items()}
+        found.append(function(*(None if each is None else each[here] for each in given), **own))
+    if isinstance(found[0], Tensor):
+        return torch.cat(found)
+    return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def prepare_sample(

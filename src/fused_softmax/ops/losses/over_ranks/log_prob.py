@@ -144,7 +144,7 @@ def _own(x: Tensor, target: Tensor, temperature: Tensor | None, columns: Kept, o
     m = z.amax(1)
     origin = _origin(m)
     of_targets, entropy, ls, stats = reference.log_prob(
-        z - origin.unsqueeze(1), torch.where(places.counts, places.local, -1), ignore_index=-1, kept=on,
+        z - origin.unsqueeze(1), torch.where(places.counts, places.local, -1), ignore_index=-1, columns=on,
         arithmetic=arithmetic,
     )  # fmt: skip
     mean = stats["mean_logits"] + origin
