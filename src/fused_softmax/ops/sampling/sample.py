@@ -379,7 +379,9 @@ def _drafts_that_are_drawn(target_logits, draft_tokens, as_given, seeds, positio
     """The tokens that `sample` draws of all rows, up to the first that is not its draft."""
     n, k_and_1, n_cols = target_logits.shape
     at = torch.arange(k_and_1, device=target_logits.device)
-    of_rows = {name: reference.spread(as_given[name], k_and_1) for name in ("temperature", "top_k", "top_p", "min_p")}
+    of_rows: dict[str, Any] = {
+        name: reference.spread(as_given[name], k_and_1) for name in ("temperature", "top_k", "top_p", "min_p")
+    }
     drawn = sample(
         target_logits.detach().reshape(n * k_and_1, n_cols), **of_rows, order=as_given["order"],
         seed=seeds[:, None].expand(n, k_and_1).flatten(), position=(positions[:, None] + at).flatten(),
