@@ -22,7 +22,7 @@ from fused_softmax.ops.sampling.launches import (
     rows_of,
 )
 from fused_softmax.ops.sampling.options import PENALTIES, Sampling
-from fused_softmax.ops.sampling.penalties import Penalties, prepare_penalties
+from fused_softmax.ops.sampling.penalties import Penalties, prepare_penalties, strides_of_draws
 from fused_softmax.ops.sampling.reference import SampleOutput, per_row
 from fused_softmax.ops.sampling.turns import prepare_sample
 
@@ -125,8 +125,8 @@ def _prepare_penalized(
     """As `prepared_of`, of calls with penalties, which are given token_ids and Penalties after all else."""
     read = options.logit_bias, options.bitmask, options.row_indices
     penalize = prepare_penalties(logits, *penalties_of(options), None, *read, torch.float32)
-    n_draws = logits.shape[0] if options.row_indices is None else options.row_indices.shape[0]
-    x = torch.empty(n_draws, logits.shape[1], dtype=torch.float32, device=logits.device)
+    shape = (logits if options.row_indices is None else options.row_indices).shape[0], logits.shape[1]
+    x = torch.empty_strided(shape, strides_of_draws(shape[1]), dtype=torch.float32, device=logits.device)
     raw = options.return_logprobs == "raw"
     draw = prepared_of(x, _of_penalized(options), seed, position, None if raw else out)
     report: Any = None

@@ -22,6 +22,7 @@ _NUMBERS = (float, int)
 # Columns of a slice, its warps, and the ids of a tile: 8 columns a thread, of which 64 registers hold the logits, their
 # counts and what they become. Few rows have more programs by the narrow one; by the wide one ids are read less often.
 _NARROW, _WIDE = (2048, 8, 512), (4096, 16, 1024)
+_REGISTERS = 64  # which what ends within 8 columns takes more than by itself
 _PROGRAMS = 2  # of a multiprocessor, from which on slices are wide
 _VALUES = "length", "ids_row_stride", "ids_col_stride", "repetition", "presence", "frequency"  # that are given anew
 
@@ -73,12 +74,13 @@ def prepare_penalties(
 ) -> Callable[..., Tensor]:  # fmt: skip
     """What penalizes rows like these, whose arguments were checked: of the first seven arguments, but for other ids.
 
-    dtype: of a new result, where out is None; the logits' unless told.
+    dtype: of a new result that draws are from, with `strides_of_draws`; otherwise it has the logits' and is contiguous.
     """
     (n_rows, n_cols), index = logits.shape, logits.get_device()
     n_draws = n_rows if rows is None else rows.shape[0]
-    empty, dtype = allocator(logits.device), dtype or logits.dtype
-    shape, strides = (n_draws, n_cols), (n_cols, 1)
+    empty, shape = allocator(logits.device), (n_draws, n_cols)
+    strides = (n_cols, 1) if dtype is None else strides_of_draws(n_cols)
+    dtype = dtype or logits.dtype
     if not n_draws:
         return lambda *given: empty(shape, strides, dtype) if given[3] is None else given[3]
     plan = plan or plan_penalties(n_draws, n_cols, device_of(index))
@@ -122,6 +124,11 @@ def prepare_penalties(
         return out
 
     return call_into
+
+
+def strides_of_draws(n_cols: int) -> tuple[int, int]:
+    """Of rows that nobody else sees: each begins on 16 bytes."""
+    return -(-n_cols // 8) * 8, 1
 
 
 def _is_tensor(value: Any) -> bool:
@@ -168,6 +175,7 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
         _penalize, plan.n_draws * plan.slices, [tensors[name] for name in pointers],
         [values[name] for name in scalars], {"K": spec}, device=index, num_warps=plan.num_warps,
         numbers=tuple(scalars.index(name) for name in _VALUES), plan=plan,
+        **({"most_registers": _REGISTERS} if spec.ptx else {}),
     )  # fmt: skip
     return launched.__call__
 

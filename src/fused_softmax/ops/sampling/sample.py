@@ -145,8 +145,8 @@ def sample(
     out: int64 [n_draws], any stride but of an expanded tensor, where to write the tokens; it may be one of the
         arguments, or share its memory.
     group: of torch.distributed, over whose ranks the vocabulary lies in shards: each rank gives its own columns of the
-        logits and of logit_bias, in rank order, as many as it has; bitmask is of the whole vocabulary. All ranks give
-        the same rest, and get the tokens that one device draws from whole rows. Each gathers some of the rows. Without
+        logits and of logit_bias, in rank order, as many as it has; bitmask and token_ids are of the whole vocabulary.
+        All ranks give the same rest, and get the tokens that one device draws from whole rows. Each gathers some of the rows. Without
         a seed, a row is drawn by the generator of the rank that gathers it. return_kept is refused.
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding, and are never drawn.
@@ -178,6 +178,8 @@ def sample(
     tensor([2, 0], device='cuda:0')
     >>> sample(logits, 0.7, top_p=0.9, seed=1, position=torch.tensor([17, 4], device="cuda")).tokens
     tensor([2, 0], device='cuda:0')
+    >>> sample(logits, 0.0, token_ids=torch.tensor([[2], [-1]], device="cuda"), presence=1.5).tokens
+    tensor([1, 0], device='cuda:0')
     """
     name = "sample"
     if token_ids is None and (repetition is not _ONE or presence is not _ZERO or frequency is not _NO):
