@@ -179,11 +179,11 @@ def _penalize(logits, token_ids, penalties, out, kinds):
         if differentiated:
             route_of(name, logits, refused=_GRADIENT)  # which says so to explain()
         if not differentiated and runs_here(logits, *others):
-            checked = Penalties(**checked)
-            call = prepare_penalties(logits, token_ids, checked, out)
+            numbers = Penalties(**checked)
+            call = prepare_penalties(logits, token_ids, numbers, out)
             if kinds is not None:
                 call = keep(Launched(call), name, None, logits, *kinds, out)
             with torch.no_grad():
-                return call(logits, token_ids, checked, out, None, None, None)
+                return call(logits, token_ids, numbers, out, None, None, None)
         result = reference.penalize(logits, token_ids, **checked)
     return result if out is None else out.copy_(result)

@@ -104,7 +104,7 @@ def _penalized_draws(
     return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, drawn.kept)
 
 
-def penalties_of(options: Sampling) -> tuple[()] | tuple[Tensor, Penalties]:
+def penalties_of(options: Sampling) -> tuple[Any, ...]:
     """What a call with penalties is given beside all else."""
     return () if options.token_ids is None else (options.token_ids, Penalties(**options.penalties()))
 
@@ -114,8 +114,9 @@ def _of_penalized(options: Sampling) -> Sampling:
 
     Log-probabilities of the logits as given are not of these rows.
     """
-    raw = {"return_logprobs": None, "top_logprobs": 0} if options.return_logprobs == "raw" else {}
-    done = {name: Sampling.DEFAULTS[name] for name in ("logit_bias", "bitmask", "row_indices", "token_ids", *PENALTIES)}
+    raw: Any = {"return_logprobs": None, "top_logprobs": 0} if options.return_logprobs == "raw" else {}
+    names = "logit_bias", "bitmask", "row_indices", "token_ids", *PENALTIES
+    done: Any = {name: Sampling.DEFAULTS[name] for name in names}
     return replace(options, **done, **raw)
 
 
@@ -124,7 +125,8 @@ def _prepare_penalized(
 ) -> Callable[..., SampleOutput]:  # fmt: skip
     """As `prepared_of`, of calls with penalties, which are given token_ids and Penalties after all else."""
     read = options.logit_bias, options.bitmask, options.row_indices
-    penalize = prepare_penalties(logits, *penalties_of(options), None, *read, torch.float32)
+    ids, numbers = penalties_of(options)
+    penalize = prepare_penalties(logits, ids, numbers, None, *read, torch.float32)
     shape = (logits if options.row_indices is None else options.row_indices).shape[0], logits.shape[1]
     x = torch.empty_strided(shape, strides_of_draws(shape[1]), dtype=torch.float32, device=logits.device)
     raw = options.return_logprobs == "raw"

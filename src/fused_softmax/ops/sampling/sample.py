@@ -146,8 +146,8 @@ def sample(
         arguments, or share its memory.
     group: of torch.distributed, over whose ranks the vocabulary lies in shards: each rank gives its own columns of the
         logits and of logit_bias, in rank order, as many as it has; bitmask and token_ids are of the whole vocabulary.
-        All ranks give the same rest, and get the tokens that one device draws from whole rows. Each gathers some of the rows. Without
-        a seed, a row is drawn by the generator of the rank that gathers it. return_kept is refused.
+        All ranks give the same rest, and get the tokens that one device draws from whole rows. Each gathers some of the
+        rows. Without a seed, a row is drawn by the generator of the rank that gathers it. return_kept is refused.
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding, and are never drawn.
     shard_sizes: with group: the columns of each rank, in rank order, the same on all ranks; 0 is a size. Without it all
@@ -215,19 +215,22 @@ def sample(
             given, logits, temperature, logit_bias, row_indices, processed, token_ids, penalties
         )
         return given if return_kept else given._replace(kept=None)
-    look = plain = None
+    plain = None
+    look: Any = None
+    more: tuple[Any, ...] = ()
     bare = top_logprobs.__class__ is int and top_logprobs <= FEW
     if bare and return_kept.__class__ is bool and not _is_compiling():
         plain = plain_call(logits, temperature, top_k, top_p, min_p, seed, position, generator)
     if plain is not None:
         (t, k, p, least_p, of_seed, of_position), kinds = plain
-        kind = order, return_logprobs, top_logprobs, return_kept, k.__class__ is int and k <= FEW
-        look, more = (kind, *kinds), ()
+        kind: Any = (order, return_logprobs, top_logprobs, return_kept, k.__class__ is int and k <= FEW)
+        can_be_kept = True
         if token_ids is not None:
-            more = token_ids, Penalties(repetition, presence, frequency)
-            of_penalties = kinds_of(logits, *more, row_indices)
-            look = None if of_penalties is None else (("penalized", *kind), *kinds, *of_penalties)
-        call = look and find(name, look[0], logits, *look[1:], logit_bias, bitmask, row_indices, out)
+            more = token_ids, (penalties := Penalties(repetition, presence, frequency))
+            of_penalties = kinds_of(logits, token_ids, penalties, row_indices)
+            kind, kinds, can_be_kept = ("penalized", *kind), (*kinds, *(of_penalties or ())), of_penalties is not None
+        look = (kind, *kinds) if can_be_kept else None
+        call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out) if can_be_kept else None
         if call is not None:
             if of_seed is None:
                 of_seed = seed_of(generator, logits.device)
@@ -242,7 +245,8 @@ def sample(
     return _sample(logits, options, (seed, position, generator), out, look)
 
 
-_ONE, _ZERO, _NO = (sample.__kwdefaults__[name] for name in PENALTIES)  # of which calls mostly give none
+_ALONE: Any = sample.__kwdefaults__
+_ONE, _ZERO, _NO = (_ALONE[name] for name in PENALTIES)  # of which calls mostly give none
 
 
 def _sample(logits, as_given, random, out, look):
