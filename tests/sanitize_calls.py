@@ -121,12 +121,14 @@ LOSSES = {
         [(2, 2, 1, 64), (2, 2, 1500, 64), (2, 2, 1500, 64)],
     ),
 }  # fmt: skip
+IDS = torch.arange(3 * 1500).view(3, 1500) % 4100
 DRAWS = {
     "a draw": {},
     "a draw of top-k": {"top_k": 20},
     "a draw of top-p": {"top_p": 0.9},
     "a draw of many by top-p": {"top_p": 0.9, "temperature": 9.0},
     "a draw of min-p": {"min_p": 0.05},
+    "a draw with penalties": {"token_ids": IDS, "repetition": 1.3, "frequency": 0.5},
     "a draw and the greatest logits": {"top_k": 20, "return_logprobs": "raw", "top_logprobs": 5, "return_kept": True},
 }
 NAMES = (*GRADIENTS, *LOSSES, *DRAWS)
@@ -166,6 +168,7 @@ def derived(function, tensors, kept, dim):
 def draw(name, dtype, device):
     x = random((3, 4200), dtype, 1)
     seed, position = torch.tensor([3, 4, 5]), torch.tensor([0, 2**33, 7])
-    found = sample(x.to(device), seed=seed.to(device), position=position.to(device), **DRAWS[name])
+    there = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in DRAWS[name].items()}
+    found = sample(x.to(device), seed=seed.to(device), position=position.to(device), **there)
     wanted = reference.sample(x, seed, position, **DRAWS[name])
     assert torch.equal(found.tokens.cpu(), wanted.tokens), name

@@ -48,7 +48,8 @@ CALLS = {
         lambda **options: fused_softmax.sample(X, **options),
         (
             "temperature", "top_k", "top_p", "min_p", "order", "seed", "generator", "logit_bias", "bitmask",
-            "row_indices", "return_logprobs", "top_logprobs", "return_kept", "transport",
+            "row_indices", "token_ids", "repetition", "presence", "frequency", "return_logprobs", "top_logprobs",
+            "return_kept", "transport",
         ),
     ),
     "attention": (

@@ -21,6 +21,7 @@ from fused_softmax.ops.attention import ways
 from fused_softmax.ops.attention.plan import sdpa as sdpa_plan
 from fused_softmax.ops.attention.plan.sdpa import LEAST_LENGTH, Entry
 from fused_softmax.ops.attention.plan.tiles import DecodePlan, Tiles
+from fused_softmax.ops.sampling.penalties import PenaltyPlan
 from fused_softmax.ops.sampling.plan import DrawPlan
 from fused_softmax.ops.softmax.column_plan import ColumnPlan
 from fused_softmax.register import library, patch
@@ -119,12 +120,11 @@ def test_plans_of_decoding_and_of_streams(device, q):
 
 
 @pytest.mark.parametrize(
-    "function", ["speculative_sample", "penalize", "top_k_mask_logits", "top_p_renorm_probs", "min_p_mask_logits"]
+    "function", ["speculative_sample", "top_k_mask_logits", "top_p_renorm_probs", "min_p_mask_logits"]
 )
 def test_what_has_no_kernels_says_so(function, x):
     arguments = {
         "speculative_sample": (x.view(2, 3, 40), torch.ones(2, 2, dtype=torch.int64, device=x.device)),
-        "penalize": (x, torch.ones(6, 2, dtype=torch.int64, device=x.device)),
         "top_p_renorm_probs": (x.softmax(-1), 0.5),
     }
     with explain() as explained:
@@ -136,6 +136,20 @@ def test_what_has_no_kernels_says_so(function, x):
     drawn = ["sample"] if function == "speculative_sample" else []  # of all rows, where the draft has no logits
     assert [each.function for each in within] == drawn
     assert all(each.route == "kernel" for each in within)
+
+
+def test_penalties_are_a_kernel_and_with_a_gradient_torchs(x):
+    ids = torch.ones(6, 2, dtype=torch.int64, device=x.device)
+    with explain() as explained:
+        fused_softmax.penalize(x, ids, 1.5)
+        fused_softmax.penalize(x.clone().requires_grad_(), ids, 1.5)
+        fused_softmax.sample(x, seed=1, token_ids=ids, repetition=1.5)
+    by_kernel, by_torch, drawn = explained
+    assert (by_kernel.function, by_kernel.route, by_kernel.kernels) == ("penalize", "kernel", ["_penalize"])
+    assert type(by_kernel.plan[0]) is PenaltyPlan
+    assert (by_torch.route, by_torch.kernels) == ("composed", [])
+    assert by_torch.reason == "a gradient is wanted, which torch's operations have"
+    assert (drawn.route, drawn.kernels) == ("kernel", ["_penalize", "_draw"])
 
 
 def within_a_function_mode(x):

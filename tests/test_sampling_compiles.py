@@ -8,6 +8,7 @@ from launches import GPUS, specialised
 
 from fused_softmax.ops.sampling import calls as sample_reports
 from fused_softmax.ops.sampling import launches as sample_calls
+from fused_softmax.ops.sampling import penalties
 from fused_softmax.ops.sampling.options import Sampling
 
 pytestmark = pytest.mark.compiles
@@ -59,8 +60,58 @@ def test_registers_and_accesses_of_draws(call, dtype):
             assert name == "_bound" or max(binary.load_widths) == 16, name
 
 
+IDS = torch.zeros(256, 1000, dtype=torch.int64)
+BIAS, BITS = torch.zeros(256, 128256, dtype=torch.bfloat16), torch.zeros(256, 4008, dtype=torch.int32)
+PENALIZED = {
+    "new": {},
+    "in place": {"in_place": True},
+    "few rows": {"n_rows": 8},
+    "of a draw": {"bias": BIAS, "bitmask": BITS, "result": torch.float32},
+    "a row that ends within a group": {"n_cols": 50257, "row_stride": 50304, "in_place": True},
+}
+
+
+def penalizing(target, dtype, n_rows=256, n_cols=128256, row_stride=None, in_place=False, **given):
+    found = []
+
+    def prepare(
+        kernel, grid, tensors, scalars, constexprs, *, device, num_warps, numbers, plan, most_registers=None
+    ):  # fmt: skip
+        options = {"num_warps": num_warps} | ({} if most_registers is None else {"maxnreg": most_registers})
+        found.append(specialised(kernel, tensors, scalars, constexprs, options))
+        return mock.Mock()
+
+    x = torch.empty(n_rows, row_stride or n_cols, dtype=dtype)[:, :n_cols]
+    given = {"bias": None, "bitmask": None} | given
+    numbers = penalties.Penalties(1.1, torch.zeros(n_rows), 0.5)
+    arguments = x, IDS[:n_rows], numbers, x if in_place else None, given["bias"], given["bitmask"], None
+    with (
+        mock.patch.object(penalties.launch, "prepare", prepare),
+        mock.patch.object(penalties, "device_of", return_value=GPUS[target]),
+        mock.patch.object(penalties, "has_ptx", return_value=target != "gfx942"),
+    ):
+        penalties.prepare_penalties(*arguments, dtype=given.get("result"))(*arguments)
+    (launch,) = found
+    return launch.compile(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("call", PENALIZED)
+def test_registers_and_accesses_of_penalties(call, dtype):
+    binary = penalizing("sm_90", dtype, **PENALIZED[call])
+    assert binary.registers <= 64  # of which 1024 threads are resident
+    assert binary.spilled_bytes <= (48 if "ends" in call else 0)
+    assert max(binary.load_widths) == max(binary.store_widths) == 16
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 def test_draws_compile_for_other_gpus(target):
     assert len(compiled(target, torch.bfloat16, {"top_p": 0.9})) == 4
     assert len(compiled(target, torch.bfloat16, {})) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_penalties_compile_for_other_gpus(target):
+    assert penalizing(target, torch.bfloat16, in_place=True).registers <= 64

@@ -269,7 +269,8 @@ def every_call(device):
     fused_softmax.sample(x, **EVERYTHING)
     fused_softmax.sample(
         x, x[:, 0], zeros, x[:, 1], x[:, 2], seed=zeros, position=zeros, logit_bias=x, bitmask=bits, row_indices=zeros,
-        return_logprobs="raw", top_logprobs=3, return_kept=True, out=zeros.clone(),
+        token_ids=zeros[:, None], repetition=x[:, 0], presence=0.5, frequency=x[:, 1], return_logprobs="raw",
+        top_logprobs=3, return_kept=True, out=zeros.clone(),
     )  # fmt: skip
     fused_softmax.speculative_sample(x[:, None], zeros[:, None][:, :0], x[:, None][:, :0], x[:, 0], zeros, seed=zeros)
     fused_softmax.speculative_sample(x.view(2, 2, 40), zeros[:2, None], None, 0.5, 3)

@@ -151,6 +151,9 @@ def sampling_calls(name):
         return sample, {"logits": logits, **per_row, **seeds, **beside}, {"return_logprobs": "raw", "top_logprobs": 2}
     if name == "sample of one seed":  # whose draws have their numbers among all
         return sample, {"logits": logits}, {"seed": 5, "return_kept": True, "top_k": 8}
+    if name == "sample, penalized":
+        ids = {"token_ids": torch.arange(3 * ROWS).view(ROWS, 3), "repetition": torch.linspace(1.0, 2.0, ROWS)}
+        return sample, {"logits": logits, **ids, **seeds}, {"presence": 0.5, "return_logprobs": "raw"}
     if name == "speculative_sample":
         tensors = {"target_logits": 2 * tensor(ROWS, 3, 9), "draft_tokens": torch.arange(2 * ROWS).view(ROWS, 2) % 9}
         return speculative_sample, {**tensors, **seeds, "top_p": per_row["top_p"]}, {}
@@ -186,9 +189,9 @@ FILTERS = [
 @pairwise()
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("placements", [[Shard(0)], [Shard(0), R], [Shard(0), Shard(0)]])
-@pytest.mark.parametrize("name", ["sample", "sample of one seed", "speculative_sample", *FILTERS])
+@pytest.mark.parametrize("name", ["sample", "sample of one seed", "sample, penalized", "speculative_sample", *FILTERS])
 def test_sampling_of_shards_is_that_of_whole_rows(ranks, name, placements, way):
-    if way == "kernels" and not name.startswith("sample"):
+    if way == "kernels" and not name.startswith(("sample", "penalize")):
         pytest.skip("no kernel of this function")
     function, tensors, others = sampling_calls(name)
     if name == "sample of one seed":

@@ -79,6 +79,14 @@ ASKED: dict[str, dict] = {
         "return_logprobs": "processed", "top_logprobs": 4,
     },
     "chosen rows": {"row_indices": torch.tensor([4, 0, 0, -1, 2, 5, 1]), "seed": 5, "position": torch.arange(7)},
+    "penalties": SEEDS | {
+        "token_ids": torch.arange(N_ROWS * 4).view(N_ROWS, 4) % N_COLS, "repetition": ramp(0.5, 2), "frequency": 0.5,
+        "return_logprobs": "raw", "logit_bias": torch.linspace(-2, 2, N_COLS),
+    },
+    "greedy with penalties": {
+        "temperature": 0.0, "seed": 1, "token_ids": torch.arange(N_ROWS * N_COLS).view(N_ROWS, N_COLS) % 20,
+        "presence": 9.0,
+    },
     "a generator": {"generator": 6},
     "out": {"seed": 8, "out": True},
 }  # fmt: skip
@@ -239,6 +247,8 @@ def refused(group, x, arguments):
         ({"seed": torch.zeros(3, dtype=torch.long)}, "ValueError", "seed must have shape () or (2,), got (3,)"),
         ({"row_indices": torch.zeros(1, 1, dtype=torch.long)}, "ValueError", "row_indices must have shape [n_draws]"),
         ({"out": torch.zeros(2)}, "TypeError", "out must be of int64"),
+        ({"token_ids": torch.zeros(1, 1).long()}, "ValueError", "token_ids must have shape (2, length), got (1, 1)"),
+        ({"presence": 1.0}, "ValueError", "presence is of columns among token_ids, and token_ids is None"),
     ],
 )
 def test_bad_calls_over_a_group(ranks, arguments, error, said):

@@ -67,7 +67,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),
     (sampling, "_speculative", "speculative_sample", _NO_KERNELS),
     (sampling_filters, "_kept", None, _NO_KERNELS),
-    (sampling_filters, "_penalize", "penalize", _NO_KERNELS),
+    (sampling_filters, "_penalize", "penalize", None),
 )
 _OPERATORS = {each.name for each in OPERATORS}
 _OF_ROOMS = {"losses": "cross_entropy", "sampling": "sample"}  # whose files are not all of their operator's name

@@ -38,7 +38,7 @@ def prepare_sample(
         return prepare_draws(logits, options, seed, position, out, logprobs=processed, plan=plan)
     wanted = replace(options, return_kept=options.return_kept or processed)
     draw = prepare_draws(logits, wanted, seed, position, out, logprobs=processed, plan=plan)
-    report = _prepare_report(logits, options, seed, position, out, processed, plan)
+    report = prepare_report(logits, options, seed, position, out, processed, plan)
 
     def call(logits, numbers, bias, bitmask, rows, out):
         drawn = draw(logits, numbers, bias, bitmask, rows, out)
@@ -49,10 +49,11 @@ def prepare_sample(
     return call
 
 
-def _prepare_report(
+def prepare_report(
     logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None,
     processed: bool, plan: DrawPlan | None,
 ) -> Callable:  # fmt: skip
+    """What finds of draws like these the log-probabilities of the token and of the greatest: of a call's arguments."""
     n_rows, n_cols = logits.shape
     n_draws, n_top = n_rows if options.row_indices is None else len(options.row_indices), options.top_logprobs
     index, empty = logits.get_device(), allocator(logits.device)

@@ -2,6 +2,8 @@
 
 The result for a row is the same in every batch, and nothing waits for the device. Autograd differentiates all of them,
 by what they keep: which columns these are has no gradient.
+
+Penalties have a kernel. Filters, and penalties of which a gradient is wanted, are torch's operations.
 """
 
 from collections.abc import Callable
@@ -10,21 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core.route import needs_grad, runs_here
+from fused_softmax.core.calls import find, keep
+from fused_softmax.core.launched import Launched
+from fused_softmax.core.route import needs_grad, route_of, runs_here
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import rows_on_shards
 from fused_softmax.ops.sampling.options import (
+    check_ids,
     check_logits,
     check_out,
-    check_tensor,
     min_p_of,
     penalty_of,
     top_k_of,
     top_p_of,
 )
+from fused_softmax.ops.sampling.penalties import Penalties, kinds_of, prepare_penalties
 from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ranks.dtensor import mesh_of
 
+_GRADIENT = "a gradient is wanted, which torch's operations have"
 _CHECKS: dict[str, Callable[..., Any]] = {"top_k": top_k_of, "top_p": top_p_of, "min_p": min_p_of}
 
 
@@ -139,7 +145,7 @@ def penalize(
     logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
     token_ids: int64 or int32 [n_rows, length], in any order; ids outside [0, vocab) count nothing, so pad with -1.
     repetition: above 0. repetition, presence and frequency: numbers, or float tensors [] or [n_rows].
-    out: of the logits' shape and dtype, where to write; it may be the logits.
+    out: of the logits' shape and dtype, where to write; it may be the logits, of which only what changes is written.
 
     Returns the logits' shape and dtype, computed in float32 and rounded once. A row whose parameter would not be
     allowed as a number is NaN, so that `sample` says it is not valid.
@@ -148,24 +154,41 @@ def penalize(
     >>> penalize(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0, 1, 1, -1]]), repetition=2.0, frequency=0.5)
     tensor([[ 0.5000, -5.0000,  1.0000]])
     """
-    return _penalize(logits, token_ids, repetition, presence, frequency, out)
+    penalties = Penalties(repetition, presence, frequency)
+    kinds = kinds_of(logits, token_ids, penalties)
+    if kinds is not None:
+        call = find("penalize", None, logits, *kinds, out)
+        if call is not None:
+            return call(logits, token_ids, penalties, out, None, None, None)
+    return _penalize(logits, token_ids, penalties, out, kinds)
 
 
-def _penalize(logits, token_ids, repetition, presence, frequency, out):
+def _penalize(logits, token_ids, penalties, out, kinds):
+    """kinds: what tells a call that is kept from others, if it may be kept."""
     name = "penalize"
     check_logits(name, "logits", logits, "[n_rows, vocab]")
     n_rows = logits.shape[0]
-    check_tensor(name, "token_ids", token_ids, logits, (torch.int64, torch.int32), "int64 or int32")
-    if token_ids.ndim != 2 or token_ids.shape[0] != n_rows:
-        raise ValueError(f"{name}: token_ids must have shape ({n_rows}, length), got {tuple(token_ids.shape)}")
-    given = {"repetition": repetition, "presence": presence, "frequency": frequency}
-    penalties = {argument: penalty_of(name, argument, value, logits, n_rows) for argument, value in given.items()}
+    check_ids(name, token_ids, logits, n_rows)
+    given = penalties._asdict()
+    checked = {argument: penalty_of(name, argument, value, logits, n_rows) for argument, value in given.items()}
+    tensors = [each for each in (logits, *checked.values()) if isinstance(each, Tensor)]
     if out is not None:
         check_out(name, out, logits, logits.dtype, f"the logits' {logits.dtype}", tuple(logits.shape))
-        if needs_grad(logits, out, *(each for each in penalties.values() if isinstance(each, Tensor))):
+        if needs_grad(*tensors, out):
             raise RuntimeError(f"{name}: out= takes no part in autograd, but an argument requires grad")
     mesh_of(name, {"logits": logits, "token_ids": token_ids, **given, "out": out})
     result = rows_on_shards(name, penalize, {"logits": logits, "token_ids": token_ids, **given}, n_rows)
     if result is None:
-        result = reference.penalize(logits, token_ids, **penalties)
+        others = [*tensors[1:], token_ids] if out is None else [*tensors[1:], token_ids, out]
+        differentiated = needs_grad(*tensors)
+        if differentiated:
+            route_of(name, logits, refused=_GRADIENT)  # which says so to explain()
+        if not differentiated and runs_here(logits, *others):
+            numbers = Penalties(**checked)
+            call = prepare_penalties(logits, token_ids, numbers, out)
+            if kinds is not None:
+                call = keep(Launched(call), name, None, logits, *kinds, out)
+            with torch.no_grad():
+                return call(logits, token_ids, numbers, out, None, None, None)
+        result = reference.penalize(logits, token_ids, **checked)
     return result if out is None else out.copy_(result)

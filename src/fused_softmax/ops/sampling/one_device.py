@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_softmax.core.layout import overlap_like
 from fused_softmax.ops.sampling import reference
+from fused_softmax.ops.sampling.calls import prepare_report
 from fused_softmax.ops.sampling.launches import (
     FEW,
     Numbers,
@@ -20,7 +21,8 @@ from fused_softmax.ops.sampling.launches import (
     raw_lse,
     rows_of,
 )
-from fused_softmax.ops.sampling.options import Sampling
+from fused_softmax.ops.sampling.options import PENALTIES, Sampling
+from fused_softmax.ops.sampling.penalties import Penalties, prepare_penalties, strides_of_draws
 from fused_softmax.ops.sampling.reference import SampleOutput, per_row
 from fused_softmax.ops.sampling.turns import prepare_sample
 
@@ -38,6 +40,8 @@ def draws_of(
         seeds, positions = int64_of(seed, n_draws, logits.device), positions_of(position, n_draws, logits.device)
         none = reference.sample(logits, seeds, positions, **options.options())
         return SampleOutput(none.tokens if out is None else out.copy_(none.tokens), *none[1:])
+    if options.token_ids is not None:
+        return _penalized_draws(logits, options, seed, position, out)
     if options.top_logprobs <= FEW:  # more are found by torch's operations
         call = prepared_of(logits, options, seed, position, out)
         numbers = Numbers.of(options, seed, position)
@@ -57,22 +61,99 @@ def draws_of(
         assert of_tokens is not None
         top = less + of_tokens[:, None].double()
     else:
-        lse = raw_lse(logits, options, x)[:, None]
-        of_tokens = log_probs_at(x.gather(1, drawn.tokens[:, None]), lse).squeeze(1).float()
-        of_tokens = of_tokens.masked_fill(~drawn.valid, math.nan)
-        top_x, top_tokens = greatest(x, n_top)
-        top = log_probs_at(top_x, lse)
-    top_tokens = torch.where(drawn.valid[:, None] & (top > -math.inf), top_tokens, -1)
-    top = top.float().masked_fill(~drawn.valid[:, None], math.nan)
+        of_tokens, top, top_tokens = _raw_log_probs(drawn, logits, options, x)
+    top, top_tokens = _in_valid_rows(drawn, top, top_tokens)
     kept = drawn.kept if options.return_kept else None
     tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)
     return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, kept)
+
+
+def _in_valid_rows(drawn: SampleOutput, top: Tensor, top_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The greatest log-probabilities and their columns, as a call returns them."""
+    there = drawn.valid[:, None]
+    return top.float().masked_fill(~there, math.nan), torch.where(there & (top > -math.inf), top_tokens, -1)
+
+
+def _raw_log_probs(
+    drawn: SampleOutput, logits: Tensor, options: Sampling, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(of the tokens, the greatest, their columns): log-probabilities of the logits as given, x their rows."""
+    lse = raw_lse(logits, options, x)[:, None]
+    of_tokens = log_probs_at(x.gather(1, drawn.tokens[:, None]), lse).squeeze(1).float()
+    top_x, top_tokens = greatest(x, options.top_logprobs)
+    return of_tokens.masked_fill(~drawn.valid, math.nan), log_probs_at(top_x, lse), top_tokens
+
+
+def _penalized_draws(
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
+) -> SampleOutput:  # fmt: skip
+    """As draws_of, of rows that are penalized first."""
+    read = options.logit_bias, options.bitmask, options.row_indices
+    ids, penalties = penalties_of(options)
+    if options.top_logprobs <= FEW:
+        call = prepared_of(logits, options, seed, position, out)
+        return call(logits, Numbers.of(options, seed, position), *read, out, ids, penalties)
+    x = prepare_penalties(logits, ids, penalties, None, *read, torch.float32)(logits, ids, penalties, None, *read)
+    own = _of_penalized(options)
+    if options.return_logprobs != "raw":
+        return draws_of(x, own, seed, position, out)
+    drawn = draws_of(x, own, seed, position)
+    of_tokens, top, top_tokens = _raw_log_probs(drawn, logits, options, rows_of(logits, options))
+    top, top_tokens = _in_valid_rows(drawn, top, top_tokens)
+    tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)
+    return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, drawn.kept)
+
+
+def penalties_of(options: Sampling) -> tuple[Any, ...]:
+    """What a call with penalties is given beside all else."""
+    return () if options.token_ids is None else (options.token_ids, Penalties(**options.penalties()))
+
+
+def _of_penalized(options: Sampling) -> Sampling:
+    """What is left of a call where each draw has a row of its own, which bias, bitmask and penalties are in.
+
+    Log-probabilities of the logits as given are not of these rows.
+    """
+    raw: Any = {"return_logprobs": None, "top_logprobs": 0} if options.return_logprobs == "raw" else {}
+    names = "logit_bias", "bitmask", "row_indices", "token_ids", *PENALTIES
+    done: Any = {name: Sampling.DEFAULTS[name] for name in names}
+    return replace(options, **done, **raw)
+
+
+def _prepare_penalized(
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
+) -> Callable[..., SampleOutput]:  # fmt: skip
+    """As `prepared_of`, of calls with penalties, which are given token_ids and Penalties after all else."""
+    read = options.logit_bias, options.bitmask, options.row_indices
+    ids, numbers = penalties_of(options)
+    penalize = prepare_penalties(logits, ids, numbers, None, *read, torch.float32)
+    shape = (logits if options.row_indices is None else options.row_indices).shape[0], logits.shape[1]
+    x = torch.empty_strided(shape, strides_of_draws(shape[1]), dtype=torch.float32, device=logits.device)
+    raw = options.return_logprobs == "raw"
+    draw = prepared_of(x, _of_penalized(options), seed, position, None if raw else out)
+    report: Any = None
+    if raw:
+        as_given = Sampling(row_indices=options.row_indices, return_logprobs="raw", top_logprobs=options.top_logprobs)
+        report = prepare_report(logits, as_given, seed, position, None, False, None)
+
+    def call(logits, numbers, bias, bitmask, rows, out, token_ids, penalties):
+        x = penalize(logits, token_ids, penalties, None, bias, bitmask, rows)
+        if not raw:
+            return draw(x, numbers, None, None, None, out)
+        drawn = draw(x, numbers, None, None, None, None)
+        of_tokens, top, top_tokens = report(logits, numbers, None, None, rows, drawn)
+        tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)  # which may share memory with the logits
+        return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, drawn.kept)
+
+    return call
 
 
 def prepared_of(
     logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
 ) -> Callable[..., SampleOutput]:
     """As `prepare_sample`. Tokens in `out` spoil nothing that is still to be read, and autograd is told of them."""
+    if options.token_ids is not None:
+        return _prepare_penalized(logits, options, seed, position, out)
     call = prepare_sample(logits, options, seed, position, out)
     if out is None:
         return call

@@ -42,6 +42,10 @@ class Sampling(Options):
     return_logprobs: Logprobs | None = option(None, "str?")
     top_logprobs: int = option(0, "int")
     return_kept: bool = option(False, "bool")
+    token_ids: Tensor | None = option(None, "Tensor?")
+    repetition: float | Tensor = option(1.0, "float", by_row=True)
+    presence: float | Tensor = option(0.0, "float", by_row=True)
+    frequency: float | Tensor = option(0.0, "float", by_row=True)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -50,6 +54,10 @@ class Sampling(Options):
     def filters(self) -> dict[str, Any]:
         """As the public functions take them."""
         return {name: getattr(self, name) for name in FILTERS}
+
+    def penalties(self) -> dict[str, Any]:
+        """As the public functions take them."""
+        return {name: getattr(self, name) for name in PENALTIES}
 
     def asked(self, tokens: Any, valid: Any, logprobs: Any, top_logprobs: Any, top_tokens: Any, kept: Any) -> tuple:
         """The results of a call, None for those that it did not ask for."""
@@ -62,12 +70,13 @@ class Sampling(Options):
 
 OPTIONS = Sampling.OPTIONS
 FILTERS = "temperature", "top_k", "top_p", "min_p", "order"
+PENALTIES = "repetition", "presence", "frequency"
 
 
 def sampling_of(
     name: str, logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any, order: Any, logit_bias: Any = None,
     bitmask: Any = None, row_indices: Any = None, return_logprobs: Any = None, top_logprobs: Any = 0,
-    return_kept: Any = False,
+    return_kept: Any = False, token_ids: Any = None, repetition: Any = 1.0, presence: Any = 0.0, frequency: Any = 0.0,
 ) -> Sampling:  # fmt: skip
     """The Sampling of a call on logits [n_rows, ..., vocab], or an error that names the argument."""
     n_cols, n_draws = logits.shape[-1], logits.shape[0]
@@ -102,6 +111,11 @@ def sampling_of(
         raise ValueError(f'{name}: top_logprobs={top_logprobs} takes return_logprobs="raw" or "processed", got None')
     if not isinstance(return_kept, bool):
         raise TypeError(f"{name}: return_kept must be a bool, not {typed(return_kept)}")
+    given = {"repetition": repetition, "presence": presence, "frequency": frequency}
+    penalties = {argument: penalty_of(name, argument, value, logits, n_draws) for argument, value in given.items()}
+    if token_ids is not None:
+        check_ids(name, token_ids, logits, n_draws)
+    check_penalties(name, token_ids, penalties)
     return Sampling(
         temperature=temperature_of(name, temperature, logits, n_draws),
         top_k=None if top_k is None else top_k_of(name, top_k, logits, n_draws),
@@ -114,6 +128,8 @@ def sampling_of(
         return_logprobs=return_logprobs,
         top_logprobs=top_logprobs,
         return_kept=return_kept,
+        token_ids=token_ids,
+        **penalties,
     )
 
 
@@ -162,6 +178,20 @@ def penalty_of(name: str, argument: str, value: Any, logits: Tensor, n_rows: int
         least = "more than 0 and finite" if argument == "repetition" else "finite"
         raise ValueError(f"{name}: {argument} must be {least}, got {value}")
     return number
+
+
+def check_ids(name: str, token_ids: Any, logits: Tensor, n_rows: int) -> None:
+    """Raise an error that names `token_ids` unless it is one row of integers for each of n_rows."""
+    check_tensor(name, "token_ids", token_ids, logits, _INTEGERS, "int64 or int32")
+    if token_ids.ndim != 2 or token_ids.shape[0] != n_rows:
+        raise ValueError(f"{name}: token_ids must have shape ({n_rows}, length), got {tuple(token_ids.shape)}")
+
+
+def check_penalties(name: str, token_ids: Any, penalties: dict[str, Any]) -> None:
+    """Raise an error that names a penalty which is given without token_ids."""
+    for argument, value in penalties.items():
+        if token_ids is None and (isinstance(value, Tensor) or value != Sampling.DEFAULTS[argument]):
+            raise ValueError(f"{name}: {argument} is of columns among token_ids, and token_ids is None")
 
 
 def check_logits(name: str, argument: str, logits: Any, dims: str) -> None:

@@ -66,8 +66,8 @@ def sample_of_shards(
 ) -> SampleOutput:  # fmt: skip
     """A call over a group: logits [n_rows, this rank's columns], and what `sample` takes beside them, by name.
 
-    numbers: temperature, top_k, top_p, min_p. tensors: logit_bias, bitmask, row_indices. asked: the rest but
-    random = (seed, position, generator) and out. draw: `sample` itself, for the rows that a rank draws of.
+    numbers: temperature, the filters, the penalties. tensors: logit_bias, bitmask, row_indices, token_ids. asked: the
+    rest but random = (seed, position, generator) and out. draw: `sample` itself, for the rows that a rank draws of.
     """
     bias, rows = tensors["logit_bias"], tensors["row_indices"]
     with Refusing(_NAME, over, logits):
@@ -88,7 +88,8 @@ def sample_of_shards(
             check_out(_NAME, out, logits, torch.int64, "int64", (n_draws,))
         sizes = sizes_of(_NAME, over, columns)
         whole = _shaped(logits, logits.shape[0], over.n_classes or sum(sizes))
-        options = sampling_of(_NAME, whole, **numbers, bitmask=tensors["bitmask"], row_indices=rows, **asked)
+        others = {name: each for name, each in tensors.items() if name != "logit_bias"}
+        options = sampling_of(_NAME, whole, **numbers, **others, **asked)
         alike = _alike(logits, numbers, tensors, asked, random)
     shards = shards_of(_NAME, sizes, n_draws, over, logits.device, alike)
     peers = choose(_NAME, over.transport, over.group, logits.device, None)
@@ -139,7 +140,8 @@ def _greedy(options: Sampling) -> bool:
     """Whether the greatest logits alone decide. Filters keep them, but one of a tensor may have no meaning."""
     if any(isinstance(each, Tensor) for each in (options.temperature, options.top_k, options.top_p, options.min_p)):
         return False
-    return bool(options.temperature == 0) and options.bitmask is None and options.return_logprobs is None
+    others = options.bitmask, options.token_ids, options.return_logprobs
+    return bool(options.temperature == 0) and all(each is None for each in others)
 
 
 def _greatest(

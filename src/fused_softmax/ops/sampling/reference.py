@@ -2,7 +2,7 @@
 
 A row is judged in this order:
 
-    x   the logit, in float32, plus its bias, rounded to float32; -inf where the bitmask has 0
+    x   the logit, in float32, plus its bias, rounded to float32; -inf where the bitmask has 0; less its penalties
     z   (x - max x) / temperature
     k   the first top_k columns in the order of x descending, column ascending
     p   the first columns in that order until their exp(z) sum up to top_p of the sum over k
@@ -74,6 +74,7 @@ def sample(
     top_p: Number | None = None, min_p: Number | None = None, *, order: str = "sequential",
     logit_bias: Tensor | None = None, bitmask: Tensor | None = None, row_indices: Tensor | None = None,
     return_logprobs: str | None = None, top_logprobs: int = 0, return_kept: bool = False,
+    token_ids: Tensor | None = None, repetition: Number = 1.0, presence: Number = 0.0, frequency: Number = 0.0,
 ) -> SampleOutput:  # fmt: skip
     """fused_softmax.sample for seeds and positions [n_draws], int64."""
     n_rows, n_cols = logits.shape
@@ -82,6 +83,8 @@ def sample(
     x = raw if logit_bias is None else raw + logit_bias.float()
     if bitmask is not None:
         x = torch.where(unpacked(bitmask, n_cols), x, -math.inf)
+    if token_ids is not None:
+        x = penalize(x, token_ids, repetition, presence, frequency)
     judged = judge(x, temperature, top_k, top_p, min_p, joint=order == "joint")
     valid = judged.valid if in_range is None else judged.valid & in_range
     tokens = drawn(x, judged, temperature, top_k, top_p, min_p, order, seed, position)
@@ -139,7 +142,7 @@ def rows_of_draws(logits: Tensor, row_indices: Tensor | None) -> Tensor:
 
 def with_gradients(
     drawn: SampleOutput, logits: Tensor, temperature: Number, logit_bias: Tensor | None, row_indices: Tensor | None,
-    processed: bool,
+    processed: bool, token_ids: Tensor | None = None, penalties: tuple[Number, ...] = (),
 ) -> SampleOutput:  # fmt: skip
     """The draws with log-probabilities that autograd differentiates; processed: of what `drawn.kept` says was kept.
 
@@ -150,6 +153,9 @@ def with_gradients(
     x = rows_of_draws(logits, row_indices)
     if processed and kept is not None:
         x = x if logit_bias is None else x + logit_bias.float()
+        if token_ids is not None:  # of a wrong penalty the gradient would be NaN
+            right = [torch.where(valid, number, 1.0) for number in penalties]
+            x = penalize(x, token_ids, *right)
         x = torch.where(unpacked(kept, x.shape[1]), x, -math.inf)
     x = torch.where(there, x, 0.0)
     m = x.detach().amax(1, keepdim=True)

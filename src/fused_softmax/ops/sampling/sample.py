@@ -25,6 +25,7 @@ from fused_softmax.ops.sampling.launches import (
 from fused_softmax.ops.sampling.one_device import (
     draws_of,
     int64_of,
+    penalties_of,
     plain_call,
     position_of,
     positions_of,
@@ -34,16 +35,19 @@ from fused_softmax.ops.sampling.one_device import (
 )
 from fused_softmax.ops.sampling.options import (
     OPTIONS,
+    PENALTIES,
     Logprobs,
     Order,
     check_logits,
     check_out,
+    check_penalties,
     check_random,
     check_shape,
     check_tensor,
     sampling_of,
 )
 from fused_softmax.ops.sampling.over_ranks import sample_of_shards
+from fused_softmax.ops.sampling.penalties import Penalties, kinds_of
 from fused_softmax.ops.sampling.reference import SampleOutput
 from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ranks.dtensor import Axes, mesh_of
@@ -90,6 +94,10 @@ def sample(
     logit_bias: Tensor | None = None,
     bitmask: Tensor | None = None,
     row_indices: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    repetition: float | Tensor = 1.0,
+    presence: float | Tensor = 0.0,
+    frequency: float | Tensor = 0.0,
     return_logprobs: Logprobs | None = None,
     top_logprobs: int = 0,
     return_kept: bool = False,
@@ -105,9 +113,9 @@ def sample(
     rows, their number and their order, nor on strides. Nothing waits for the device. The call can be captured in a CUDA
     graph. In compiled and exported programs it is one operator, which takes no generator.
 
-    Tokens have no gradient. Log-probabilities have those of the logits, of a temperature tensor and of logit_bias, for
-    the columns that filters keep; torch's operations then compute them, which takes a float32 copy of the logits. With
-    a group they have none, and a backward pass raises.
+    Tokens have no gradient. Log-probabilities have those of the logits, of logit_bias and of tensors of temperatures
+    and penalties, for the columns that filters keep; torch's operations then compute them, which takes a float32 copy
+    of the logits. With a group they have none, and a backward pass raises.
 
     logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
     temperature: the logits are divided by it; 0 takes the greatest logit, of equals the lowest column.
@@ -128,23 +136,27 @@ def sample(
     logit_bias: [vocab] or [n_draws, vocab], any float dtype, added in float32 before all else.
     bitmask: int32 [n_draws, at least ceil(vocab / 32)]; a column is possible where bit c % 32 of word c // 32 is 1.
     row_indices: int64 or int32 [n_draws], the row of logits of each draw; n_draws is n_rows without it.
+    token_ids: int64 or int32 [n_draws, length], the ids so far of each draw, in any order; those outside [0, vocab)
+        count nothing, so pad with -1. Their columns are penalized after bias and bitmask, and before all else. That
+        takes a float32 copy of the logits, one for each draw.
+    repetition, presence, frequency: as `penalize` has them; they take token_ids.
     return_logprobs: "raw": of log_softmax(logits) as given; "processed": of the distribution that is drawn from.
     top_logprobs: how many of the greatest of these to return.
     return_kept: whether to return which columns were kept.
     out: int64 [n_draws], any stride but of an expanded tensor, where to write the tokens; it may be one of the
         arguments, or share its memory.
     group: of torch.distributed, over whose ranks the vocabulary lies in shards: each rank gives its own columns of the
-        logits and of logit_bias, in rank order, as many as it has; bitmask is of the whole vocabulary. All ranks give
-        the same rest, and get the tokens that one device draws from whole rows. Each gathers some of the rows. Without
-        a seed, a row is drawn by the generator of the rank that gathers it. return_kept is refused.
+        logits and of logit_bias, in rank order, as many as it has; bitmask and token_ids are of the whole vocabulary.
+        All ranks give the same rest, and get the tokens that one device draws from whole rows. Each gathers some of the
+        rows. Without a seed, a row is drawn by the generator of the rank that gathers it. return_kept is refused.
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding, and are never drawn.
     shard_sizes: with group: the columns of each rank, in rank order, the same on all ranks; 0 is a size. Without it all
         ranks have as many columns as each other.
     transport: with group: how ranks talk to each other: "collective", by the group's backend, which None takes.
 
-    temperature, top_k, top_p, min_p, seed and position are numbers, or tensors [] or [n_draws] on the logits' device:
-    float16 to float64, which count as float32, or int64 and int32.
+    temperature, the filters, the penalties, seed and position are numbers, or tensors [] or [n_draws] on the logits'
+    device: float16 to float64, which count as float32, or int64 and int32.
 
     DTensors may lie in shards of rows: each rank draws its own rows, as one device does, and the results are DTensors.
     Without a seed, the mesh's first rank draws one for all.
@@ -167,11 +179,18 @@ def sample(
     tensor([2, 0], device='cuda:0')
     >>> sample(logits, 0.7, top_p=0.9, seed=1, position=torch.tensor([17, 4], device="cuda")).tokens
     tensor([2, 0], device='cuda:0')
+    >>> sample(logits, 0.0, token_ids=torch.tensor([[2], [-1]], device="cuda"), presence=1.5).tokens
+    tensor([1, 0], device='cuda:0')
     """
     name = "sample"
+    if token_ids is None and (repetition is not _ONE or presence is not _ZERO or frequency is not _NO):
+        check_penalties(name, token_ids, {"repetition": repetition, "presence": presence, "frequency": frequency})
     if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
-        filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        tensors = {"logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices}
+        filters = {
+            "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition": repetition,
+            "presence": presence, "frequency": frequency,
+        }  # fmt: skip
+        tensors = {"logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices, "token_ids": token_ids}
         asked = {
             "order": order, "return_logprobs": return_logprobs, "top_logprobs": top_logprobs,
             "return_kept": return_kept,
@@ -179,38 +198,56 @@ def sample(
         over = over_of(group, n_classes, shard_sizes, transport)
         random = seed, position, generator
         of_shards = sample_of_shards(logits, filters, tensors, asked, random, out, over, sample)
-        return _refusing_gradients(of_shards, logits, temperature, logit_bias)
-    if return_logprobs is not None and _differentiates(logits, temperature, logit_bias):
+        return _refusing_gradients(of_shards, logits, temperature, logit_bias, repetition, presence, frequency)
+    if return_logprobs is not None and _differentiates(
+        logits, temperature, logit_bias, repetition, presence, frequency
+    ):
         processed = return_logprobs == "processed"
         with torch.no_grad():
             given = sample(
                 _detached(logits), _detached(temperature), top_k, top_p, min_p, order=order, seed=seed,
                 position=position, generator=generator, logit_bias=_detached(logit_bias), bitmask=bitmask,
-                row_indices=row_indices, return_logprobs=return_logprobs, top_logprobs=top_logprobs,
-                return_kept=processed if return_kept is False else return_kept, out=out,
+                row_indices=row_indices, token_ids=token_ids, repetition=_detached(repetition),
+                presence=_detached(presence), frequency=_detached(frequency), return_logprobs=return_logprobs,
+                top_logprobs=top_logprobs, return_kept=processed if return_kept is False else return_kept, out=out,
             )  # fmt: skip
-        given = reference.with_gradients(given, logits, temperature, logit_bias, row_indices, processed)
+        penalties = repetition, presence, frequency
+        given = reference.with_gradients(
+            given, logits, temperature, logit_bias, row_indices, processed, token_ids, penalties
+        )
         return given if return_kept else given._replace(kept=None)
-    look = plain = None
+    plain = None
+    look: Any = None
+    more: tuple[Any, ...] = ()
     bare = top_logprobs.__class__ is int and top_logprobs <= FEW
     if bare and return_kept.__class__ is bool and not _is_compiling():
         plain = plain_call(logits, temperature, top_k, top_p, min_p, seed, position, generator)
     if plain is not None:
         (t, k, p, least_p, of_seed, of_position), kinds = plain
-        kind = order, return_logprobs, top_logprobs, return_kept, k.__class__ is int and k <= FEW
-        look = kind, *kinds
-        call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out)
+        kind: Any = (order, return_logprobs, top_logprobs, return_kept, k.__class__ is int and k <= FEW)
+        can_be_kept = True
+        if token_ids is not None:
+            more = token_ids, (penalties := Penalties(repetition, presence, frequency))
+            of_penalties = kinds_of(logits, token_ids, penalties, row_indices)
+            kind, kinds, can_be_kept = ("penalized", *kind), (*kinds, *(of_penalties or ())), of_penalties is not None
+        look = (kind, *kinds) if can_be_kept else None
+        call = find(name, kind, logits, *kinds, logit_bias, bitmask, row_indices, out) if can_be_kept else None
         if call is not None:
             if of_seed is None:
                 of_seed = seed_of(generator, logits.device)
             numbers = Numbers(t, k, p, least_p, of_seed, of_position)
-            return call(logits, numbers, logit_bias, bitmask, row_indices, out)
+            return call(logits, numbers, logit_bias, bitmask, row_indices, out, *more)
     options = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "order": order,
         "logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices, "return_logprobs": return_logprobs,
-        "top_logprobs": top_logprobs, "return_kept": return_kept,
+        "top_logprobs": top_logprobs, "return_kept": return_kept, "token_ids": token_ids, "repetition": repetition,
+        "presence": presence, "frequency": frequency,
     }  # fmt: skip
     return _sample(logits, options, (seed, position, generator), out, look)
+
+
+_ALONE: Any = sample.__kwdefaults__
+_ONE, _ZERO, _NO = (_ALONE[name] for name in PENALTIES)  # of which calls mostly give none
 
 
 def _sample(logits, as_given, random, out, look):
@@ -241,7 +278,7 @@ def _sample(logits, as_given, random, out, look):
             launched = Launched(prepared_of(logits, options, seed, position, out))
             kind, *kinds = look
             call = keep(launched, name, kind, logits, *kinds, *read, out)
-            return call(logits, Numbers.of(options, seed, position), *read, out)
+            return call(logits, Numbers.of(options, seed, position), *read, out, *penalties_of(options))
         seeds, positions = int64_of(seed, n_draws, logits.device), positions_of(position, n_draws, logits.device)
         if route is Route.OPERATOR:
             drawn = torch.ops.fused_softmax.sample.default(logits, seeds, positions, *options.traced())

@@ -123,6 +123,25 @@ class SampleSpec:
         return max(4, self.all_stretches)  # so that all begin on 16 bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class PenaltySpec:
+    """Of penalties: a program has `slice` columns of a row, and reads `tile` of its ids at a time.
+
+    whole_groups: whether no row ends within 8 columns. biased, bitmasked: whether a bias is added first, and whether a
+    bitmask says which columns there are. packed: whether a result has 16 bits, and two counts stand in 32. in_place:
+    whether the results lie where the logits do.
+    """
+
+    slice: int
+    tile: int
+    whole_groups: bool
+    biased: bool = False
+    bitmasked: bool = False
+    packed: bool = False
+    in_place: bool = False
+    ptx: bool = False
+
+
 class Draw(NamedTuple):
     """A row that is drawn from: where it is, what is added, and by which noise. valid: whether it can be, so far.
 
