@@ -78,7 +78,7 @@ def test_repeats_are_counted_over_tiles_and_borders_of_slices(device):
 @pytest.mark.parametrize("more", [0, 5])
 def test_a_count_of_16_bits_carries_to_no_neighbour(more, monkeypatch, device):
     """In float16 ids are counted MOST_PACKED at a time."""
-    monkeypatch.setattr(penalties, "_NARROW", (SLICE, 1, 8192))
+    monkeypatch.setattr(penalties, "_NARROW", (SLICE, 8, 8192))
     ids = torch.full((1, 2 * MOST_PACKED.value + more), 2, device=device)
     x = torch.zeros(1, 5, device=device, dtype=torch.float16)
     y = penalize(x, ids, frequency=2.0**-10)
@@ -224,7 +224,7 @@ def assert_drawn(found, wanted):
     for name, ours, each in zip(found._fields, found, wanted, strict=True):
         assert (ours is None) == (each is None), name
         if each is not None:
-            assert_close(ours, each, rtol=2e-6, atol=2e-6, equal_nan=True, msg=name)
+            assert_close(ours, each, rtol=1e-5, atol=2e-5, equal_nan=True, msg=name)  # as GPUs compute logarithms
 
 
 @pairwise()

@@ -73,7 +73,7 @@ _FILES = {
         f"tutorial --quick --cols 512:40961:1024 --elements 128Mi --dtype float16 {ALONE}",
     ),
     "peaks": Row("Widths around each of the planner's thresholds", f"peaks {ALONE}"),
-    "sampling": Row("Tokens drawn from logits, by filter", f"sampling --quick {BESIDE_TORCH},flashinfer"),
+    "sampling": Row("Tokens drawn from logits, by filter", f"sampling --quick {BESIDE_TORCH}"),
     "attention": Row(
         "Attention and its gradient, also with a bias, softcap or sinks",
         "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
