@@ -63,7 +63,9 @@ def test_rows_whose_candidates_are_rejected_are_drawn_from_again(retries, monkey
     x = rows(8, 1500, device) / 2
     seed, position = random_numbers(len(x), x.device)
     judged = reference.judge(x, 1.0, None, 0.05, None, joint=False)
-    *_, rejected = arrivals._first_arrivals(x, judged.z.exp(), judged.kept, seed, position)
+    *_, rejected = arrivals._first_arrivals(
+        x, judged.z.exp(), judged.kept, torch.ones_like(judged.kept), seed, position
+    )
     assert rejected.any()
     assert_as_reference(x, Sampling(top_p=0.05))
 
@@ -93,6 +95,31 @@ def test_numbers_and_tensors_give_the_same_tokens(device):
         sample(x[i : i + 1], top_k=one_k, top_p=one_p, seed=3, position=7).tokens.item()
         for i, (one_k, one_p) in enumerate(asked)
     ]
+
+
+@KERNELS
+@pytest.mark.parametrize("p", [1.0, 0.7])
+@pytest.mark.parametrize("k", [0, 5, 100])
+def test_every_way_to_give_filters_gives_the_same_tokens(k, p, device):
+    x = rows(8, 256, device)
+    seed, position = random_numbers(len(x), x.device)
+    of_k, of_p = torch.full((8,), k, device=device), torch.full((8,), p, device=device)
+    wanted = reference.sample(x, seed, position, 1.0, k, p).tokens
+    for top_k in (k, of_k):
+        for top_p in (p, of_p):
+            assert torch.equal(sample(x, 1.0, top_k, top_p, seed=seed, position=position).tokens, wanted)
+
+
+@KERNELS
+def test_arrivals_below_min_p_are_no_candidates(device):
+    x = torch.randn(60, 256, generator=torch.Generator().manual_seed(0)).to(device) * 0.3
+    assert_as_reference(x, Sampling(top_p=0.999, min_p=0.8))
+
+
+def test_under_vmap_tokens_are_the_same():
+    x, seed = torch.randn(3, 4, 200), torch.arange(4)
+    draw = lambda x: sample(x, 1.0, top_p=0.05, seed=seed, position=1).tokens  # noqa: E731
+    assert torch.equal(torch.vmap(draw)(x), torch.stack([draw(each) for each in x]))
 
 
 @KERNELS
@@ -144,7 +171,7 @@ def test_arrivals_are_independent_draws_from_the_row():
 
     arrivals._is_above = noted
     try:
-        arrivals._first_arrivals(x, weights.expand(n, -1), none, torch.full((n,), 9), position)
+        arrivals._first_arrivals(x, weights.expand(n, -1), none, ~none, torch.full((n,), 9), position)
     finally:
         arrivals._is_above = judge
     first_two = torch.stack(arrived[1:3])  # the columns before the second and the third arrival

@@ -374,3 +374,18 @@ def test_penalties_that_change_nothing_need_no_ids(device):
     wanted = sample(x, seed=1).tokens
     assert torch.equal(sample(x, seed=1, repetition=1, presence=0, frequency=-0.0).tokens, wanted)
     assert torch.equal(sample(x, seed=1, token_ids=torch.zeros(3, 4, device=device).long()).tokens, wanted)
+
+
+def test_out_whose_elements_share_a_place_is_refused(device):
+    x, ids = torch.randn(3, 40, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device)
+    with pytest.raises(RuntimeError, match="out must have a place for each element"):
+        penalize(x, ids, presence=1.0, out=torch.empty(43, device=device).as_strided((3, 40), (1, 1)))
+    out = torch.empty(130, device=device).as_strided((3, 40), (1, 3))
+    assert torch.equal(penalize(x, ids, presence=1.0, out=out), penalize(x, ids, presence=1.0))
+
+
+def test_sparse_ids_are_refused_by_name(device):
+    x, ids = torch.randn(3, 40, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device)
+    penalize(x, ids, 1.5)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="token_ids"):
+        penalize(x, ids.to_sparse(), 1.5)

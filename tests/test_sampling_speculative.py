@@ -220,3 +220,24 @@ def test_drafts_alone_take_no_memory_of_the_vocabulary(device):
     before = torch.cuda.memory_allocated()
     speculative_sample(target, drafts, top_p=0.9, seed=1)
     assert torch.cuda.max_memory_allocated() - before < 8 * 2**20
+
+
+def test_compiled_drafts_with_top_p_are_one_graph(device):
+    target, tokens = torch.randn(3, 3, 60, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device)
+    call = lambda x, t: speculative_sample(x, t, top_p=0.5, seed=1, position=3)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for ours, wanted in zip(compiled(target, tokens), call(target, tokens), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("way", ["torch", "kernels"], indirect=True)
+def test_rows_of_a_slice_are_read_where_they_lie(way, device):
+    wide = torch.randn(4, 9, 60, device=device)
+    tokens = torch.randint(0, 60, (4, K), device=device)
+    for target in (wide[:, -K - 1 :], wide[:, : K + 1], wide[::2, 2 : K + 3], wide[:, :: 9 // (K + 1)][:, : K + 1]):
+        given = tokens[: len(target)]
+        found = speculative_sample(target, given, top_p=0.9, seed=1, position=5)
+        for ours, wanted in zip(
+            found, speculative_sample(target.clone(), given, top_p=0.9, seed=1, position=5), strict=True
+        ):
+            assert torch.equal(ours, wanted)

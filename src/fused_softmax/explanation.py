@@ -43,6 +43,7 @@ _NAMES = {Route.KERNEL: KERNEL, Route.OPERATOR: OPERATOR, Route.SHARDS: SHARDED,
 
 _OVER_A_GROUP = SHARDED, "group= is given: each rank has columns of its own"
 _NO_KERNELS = COMPOSED, "there are no kernels for it"
+_DRAWN = COMPOSED, "sample draws, or torch's operations where the draft has logits"
 
 # What a call goes through that is not kept: where it is, the function's name (None: its first argument), and its route
 # where that is settled by then.
@@ -65,7 +66,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (attention, "_attention", "attention", None),
     (sampling, "_sample", "sample", None),
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),
-    (sampling, "_speculative", "speculative_sample", _NO_KERNELS),
+    (sampling, "_speculative", "speculative_sample", _DRAWN),
     (sampling_filters, "_kept", None, _NO_KERNELS),
     (sampling_filters, "_penalize", "penalize", None),
 )

@@ -15,6 +15,7 @@ last that was rejected, which leaves it the same distribution; RETRIES times, an
 import torch
 from torch import Tensor
 
+from fused_softmax.core.route import within_functorch
 from fused_softmax.ops.sampling import noise
 
 ARRIVALS, RECORDS, RETRIES = 8, 4, 16
@@ -27,25 +28,28 @@ def draw_first(
     """A column of each row for seeds and positions [n]: int64 [n].
 
     x [n, n_cols]: what orders columns, descending, of equals the lowest first. weights: float64, not negative, of all
-    columns. kept: which of them filters keep, a prefix of that order. possible: a prefix too, and no shorter, of what
-    is drawn from again where all arrivals are rejected.
+    columns. kept: which of them filters keep, a prefix of that order. possible: a prefix too, and no shorter, beyond
+    which nothing is judged, such as min-p's; it is drawn from again where all arrivals are rejected.
     """
-    tokens, cut, open_ = _first_arrivals(x, weights, kept, seed, position)
+    tokens, cut, is_cut, open_ = _first_arrivals(x, weights, kept, possible, seed, position)
+    here = open_.device.type == "cpu" and not torch.compiler.is_compiling() and not within_functorch()
     for turn in range(ARRIVALS, ARRIVALS + RETRIES + 1):
-        if open_.device.type == "cpu" and not open_.any():  # a device would be waited for
+        if here and not open_.any():  # a device would be waited for
             break
-        within = kept if turn == ARRIVALS + RETRIES else possible & _is_above(x, cut)
+        within = kept if turn == ARRIVALS + RETRIES else possible & (_is_above(x, cut) | ~is_cut[:, None])
         drawn = noise.draw(torch.where(within, weights, 0.0), seed, position, turn=turn)
         tokens = torch.where(open_, drawn, tokens)
-        cut = torch.where(open_, drawn, cut)
+        cut, is_cut = torch.where(open_, drawn, cut), is_cut | open_
         open_ = open_ & ~kept.gather(1, drawn[:, None]).squeeze(1)
     return tokens
 
 
 def _first_arrivals(
-    x: Tensor, weights: Tensor, kept: Tensor, seed: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(the first arrival that is kept, the greatest of those that were rejected, whether all were), each [n]."""
+    x: Tensor, weights: Tensor, kept: Tensor, possible: Tensor, seed: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(the first arrival that is kept, the greatest that was judged and rejected, whether there is one, whether all
+    were), each [n].
+    """
     n_stretches = -(-weights.shape[1] // _STRETCH)
     padded = torch.nn.functional.pad(weights, (0, n_stretches * _STRETCH - weights.shape[1]))
     groups = noise.sum_of_groups(padded.unflatten(1, (n_stretches, noise.WORDS, _LANE, noise.GROUP)))
@@ -66,7 +70,8 @@ def _first_arrivals(
         words = noise.words_at(seed, position, cols, noise.MEMBERS, turn.expand_as(cols))
         member = (padded.gather(1, cols) / noise.exponential(words, 0)).argmax(1, keepdim=True)
         col = cols.gather(1, member)
-        is_record = open_ & ((n_records == 0) | _is_above(x, cut).gather(1, col).squeeze(1)) & (n_records < RECORDS)
+        is_above = (n_records == 0) | _is_above(x, cut).gather(1, col).squeeze(1)
+        is_record = open_ & is_above & (n_records < RECORDS) & possible.gather(1, col).squeeze(1)
         col = col.squeeze(1)
         tokens = torch.where(is_record, col, tokens)
         cut = torch.where(is_record, col, cut)
@@ -79,7 +84,7 @@ def _first_arrivals(
         )
         time = time.scatter_add(1, lane, gap)
         which, turns = which.scatter(1, lane, word), turns.scatter(1, lane, turn + 1)
-    return tokens, cut, open_
+    return tokens, cut, n_records > 0, open_
 
 
 def _is_above(x: Tensor, col: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def penalize(
     logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
     token_ids: int64 or int32 [n_rows, length], in any order; ids outside [0, vocab) count nothing, so pad with -1.
     repetition: above 0. repetition, presence and frequency: numbers, or float tensors [] or [n_rows].
-    out: of the logits' shape and dtype, where to write; it may be the logits, of which only what changes is written.
+    out: of the logits' shape and dtype, where to write; it may be the logits, of which parts without an id are left.
 
     Returns the logits' shape and dtype, computed in float32 and rounded once. A row whose parameter would not be
     allowed as a number is NaN, so that `sample` says it is not valid.

@@ -215,7 +215,10 @@ def spec_of(
     may_be_rest = _is_of_rest(options)
     may_be_greedy = isinstance(temperature, Tensor) or temperature == 0
     judged = filtered and (top_k is not None or top_p is not None or may_be_greedy)
-    by_row = filtered and isinstance(top_k, Tensor)
+    # Top-p of 1 and more judges nothing of what top-k left, and a tensor may have it of a row.
+    by_row = filtered and (
+        isinstance(top_k, Tensor) or (may_be_rest and isinstance(top_p, Tensor) and not is_few(top_k))
+    )
     first = judged and (by_row or top_k is None or not (is_few(top_k) or may_be_rest))
     needs_boundary = first and reports
     ranked = by_row or needs_boundary or (judged and not first)
@@ -321,7 +324,7 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     n_draws, n_cols = x.shape
     index, n_stretches = logits.get_device(), -(-n_cols // STRETCH)
     plan = plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = replace(spec_of(plan, Sampling(), index, True, logits.dtype), first=False)
+    spec = spec_of(plan, Sampling(), index, True, logits.dtype)
     scratch = torch.empty(n_draws, spec.scratch, dtype=torch.int64, device=x.device)
     read, numbers = readable(logits, None, None, options.row_indices), Numbers(1.0, None, None, None, 0, 0)
     written = scratch, None, None, None, None, None, None

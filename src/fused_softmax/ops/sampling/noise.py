@@ -5,7 +5,7 @@ words of 32 bits for a key and a counter; triton.language.philox(seed, c0, c1, c
 
     key      the seed, 64 bits, low word first
     counter  c0  which call: of a group, 32 * (group // 128) + group % 32; of a column, the column
-             c1  the stream, below
+             c1  the stream, below, and 8 times the turn: a draw that is judged afterwards may take several turns
              c2  the position's low 32 bits
              c3  the position's high 32 bits
 

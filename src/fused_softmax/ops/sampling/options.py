@@ -228,11 +228,23 @@ def check_out(name: str, out: Any, logits: Tensor, dtype: torch.dtype, words: st
     """Raise an error that names `out` unless it can be written: each of its elements has a place of its own."""
     check_tensor(name, "out", out, logits, (dtype,), words)
     check_shape(name, "out", out, shape)
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if _overlaps_itself(out):
         raise RuntimeError(
-            f"{name}: out must have a place for each element, got one expanded to {tuple(out.shape)}, of strides "
+            f"{name}: out must have a place for each element, got {tuple(out.shape)} elements of strides "
             f"{out.stride()}; give out.contiguous() or a new tensor"
         )
+
+
+def _overlaps_itself(out: Tensor) -> bool:
+    """Whether two elements of a tensor of one or two dims share a place."""
+    dims = [(size, stride) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1]
+    if any(stride == 0 for _, stride in dims):
+        return True
+    if len(dims) < 2:
+        return False
+    (n, a), (m, b) = dims
+    common = math.gcd(a, b)  # the steps that meet first: b // common of a, and a // common of b
+    return b // common < n and a // common < m
 
 
 def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Tensor, n_draws: int) -> None:

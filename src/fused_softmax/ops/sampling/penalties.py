@@ -186,6 +186,8 @@ def kinds_of(logits: Any, token_ids: Any, penalties: Penalties, rows: Any = None
         return None
     if token_ids.ndim != 2 or token_ids.dtype not in _INTEGERS or token_ids.device != logits.device:
         return None
+    if token_ids.layout is not torch.strided:
+        return None
     like = logits if rows is None else rows
     if not isinstance(like, Tensor) or not like.ndim or token_ids.shape[0] != like.shape[0]:
         return None

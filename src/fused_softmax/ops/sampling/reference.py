@@ -375,10 +375,10 @@ def speculative_sample(
 
     target = judge(rows(target_logits), **of_rows, joint=order == "joint")
     valid = target.valid.unflatten(0, (n, k_and_1))
-    own = drawn(rows(target_logits), target, **of_rows, order=order, seed=seeds, position=positions)
-    own = own.unflatten(0, (n, k_and_1))
     if draft_logits is None:
-        return verified(own, valid, draft_tokens, n_cols)
+        own = drawn(rows(target_logits), target, **of_rows, order=order, seed=seeds, position=positions)
+        return verified(own.unflatten(0, (n, k_and_1)), valid, draft_tokens, n_cols)
+    own = noise.draw(target.weights, seeds, positions).unflatten(0, (n, k_and_1))
     drafts, drafted = drafts_of(draft_tokens, n_cols)
     draft = judge(rows(torch.nn.functional.pad(draft_logits, (0, 0, 0, 1))), **of_rows, joint=order == "joint")
     valid = valid & (draft.valid.unflatten(0, (n, k_and_1)) | ~drafted)

@@ -1,6 +1,7 @@
 """Tokens from logits: temperature, top-k, top-p and min-p, and a draw that depends only on its row, seed and position.
 
 token = argmin_c E_c / p_c,  E_c exponential noise of (seed, position, c); `noise` has the words and the map.
+Top-p, and top-k of more than 64, judge the first such tokens instead of narrowing p: `arrivals` says how.
 """
 
 from collections.abc import Sequence
@@ -133,11 +134,11 @@ def sample(
     position: 64 bits, such as the place of the token in its sequence. Each position has noise of its own.
     generator: draws a seed, on the device; draw i then has position i. Without a seed and a generator, the device's own
         generator does.
-    logit_bias: [vocab] or [n_draws, vocab], any float dtype, added in float32 before all else.
+    logit_bias: [vocab] or [n_draws, vocab], any float dtype, added in float32, first of all.
     bitmask: int32 [n_draws, at least ceil(vocab / 32)]; a column is possible where bit c % 32 of word c // 32 is 1.
     row_indices: int64 or int32 [n_draws], the row of logits of each draw; n_draws is n_rows without it.
     token_ids: int64 or int32 [n_draws, length], the ids so far of each draw, in any order; those outside [0, vocab)
-        count nothing, so pad with -1. Their columns are penalized after bias and bitmask, and before all else. That
+        count nothing, so pad with -1. Their columns are penalized after bias and bitmask, before the temperature. That
         takes a float32 copy of the logits, one for each draw.
     repetition, presence, frequency: as `penalize` has them; they take token_ids.
     return_logprobs: "raw": of log_softmax(logits) as given; "processed": of the distribution that is drawn from.
@@ -403,10 +404,11 @@ def _speculative(target_logits, draft_tokens, draft_logits, as_given, random):
             positions = positions * k_and_1  # sequences of one seed share no position
         given = target_logits, draft_tokens, draft_logits, seeds, positions
         others = [each for each in (*given[1:], *as_given.values()) if isinstance(each, Tensor)]
-        if not runs_here(target_logits, *others):
-            found = reference.speculative_sample(*given, **options.filters())
-        elif draft_logits is None:
+        here = runs_here(target_logits, *others)
+        if draft_logits is None and (here or torch.compiler.is_compiling()):
             found = _drafts_that_are_drawn(target_logits, draft_tokens, as_given, seeds, positions)
+        elif not here:
+            found = reference.speculative_sample(*given, **options.filters())
         else:
             found = in_turns(reference.speculative_sample, given, options.filters())
         return SpeculativeOutput(*found)
@@ -419,9 +421,16 @@ def _drafts_that_are_drawn(target_logits, draft_tokens, as_given, seeds, positio
     of_rows: dict[str, Any] = {
         name: reference.spread(as_given[name], k_and_1) for name in ("temperature", "top_k", "top_p", "min_p")
     }
+    of_sequence, of_row, _ = target_logits.stride()
+    if of_row > 0 and of_sequence % of_row == 0 and of_sequence > of_row * k_and_1 and n:  # of more rows, some
+        apart = of_sequence // of_row
+        logits = target_logits.as_strided(((n - 1) * apart + k_and_1, n_cols), target_logits.stride()[1:])
+        of_rows["row_indices"] = (torch.arange(n, device=at.device)[:, None] * apart + at).flatten()
+    else:
+        logits = target_logits.reshape(n * k_and_1, n_cols)
     drawn = sample(
-        target_logits.detach().reshape(n * k_and_1, n_cols), **of_rows, order=as_given["order"],
-        seed=seeds[:, None].expand(n, k_and_1).flatten(), position=(positions[:, None] + at).flatten(),
+        logits.detach(), **of_rows, order=as_given["order"], seed=seeds[:, None].expand(n, k_and_1).flatten(),
+        position=(positions[:, None] + at).flatten(),
     )  # fmt: skip
     tokens, valid = (each.unflatten(0, (n, k_and_1)) for each in drawn[:2])
     return reference.verified(tokens, valid, draft_tokens, n_cols)

@@ -1,4 +1,4 @@
-"""A token from the logits that top-k, top-p and min-p keep of a row, in two launches, where few logits decide it.
+"""Where the filters of a row end, and a token of what they keep, in two launches, where few logits decide it.
 
 The first launch reads each logit once, and leaves every stretch's state and the maximum of every lane's 32 logits. The
 lanes with the greatest maxima hold every logit above a certain one. The second launch looks only at these lanes. If a
@@ -76,7 +76,7 @@ def _stretches(
     score the lane races (K.first).
 
     A filter's boundary among the k greatest logits lies in the k lanes of the greatest maxima, so these are all that
-    what follows looks for. s is NaN where a logit is, or is inf.
+    what follows looks for. s is in units, and -1 where a logit is NaN or inf.
     """
     n_stretches = tl.cdiv(n_cols, STRETCH)
     n_parts = tl.cdiv(n_stretches, K.stretches)

@@ -101,7 +101,7 @@ class SampleSpec:
 
     @property
     def lanes_at(self) -> int:
-        """int32: the lanes that are read of rows that are not ranked."""
+        """int32: the lanes that are read where a row's maximum says what is kept."""
         return self.bests_at + (self.room // 2 if self.first else 0)
 
     @property
