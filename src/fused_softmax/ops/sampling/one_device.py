@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.core.calls import bump_version
 from fused_softmax.core.layout import overlap_like
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.calls import prepare_report
@@ -27,8 +28,6 @@ from fused_softmax.ops.sampling.reference import SampleOutput, per_row
 from fused_softmax.ops.sampling.turns import prepare_sample
 
 _NUMBERS = (float, int)
-
-_bump_version = torch._C._increment_version
 
 
 def draws_of(
@@ -167,7 +166,7 @@ def prepared_of(
             return drawn._replace(tokens=out.copy_(apart))
         drawn = call(logits, numbers, bias, bitmask, rows, out)
         if not out.is_inference():
-            _bump_version((out,))  # autograd sees no write of a kernel's
+            bump_version((out,))  # autograd sees no write of a kernel's
         return drawn
 
     return call_into

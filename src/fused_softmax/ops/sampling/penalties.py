@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core import launch
-from fused_softmax.core.calls import allocator
+from fused_softmax.core.calls import allocator, bump_version
 from fused_softmax.core.device import device_of
 from fused_softmax.core.layout import overlap_like
 from fused_softmax.core.plan import Device
@@ -25,8 +25,6 @@ _NARROW, _WIDE = (2048, 8, 512), (4096, 16, 1024)
 _REGISTERS = 64  # which what ends within 8 columns takes more than by itself
 _PROGRAMS = 2  # of a multiprocessor, from which on slices are wide
 _VALUES = "length", "ids_row_stride", "ids_col_stride", "repetition", "presence", "frequency"  # that are given anew
-
-_bump_version = torch._C._increment_version
 
 
 class Penalties(NamedTuple):
@@ -120,7 +118,7 @@ def prepare_penalties(
             return out.copy_(y)
         launch_of(out, token_ids, read, penalties)
         if not out.is_inference():
-            _bump_version((out,))  # autograd sees no write of a kernel's
+            bump_version((out,))  # autograd sees no write of a kernel's
         return out
 
     return call_into
