@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peered import in_parts, loss, softmax
-from ranks import SECONDS
+from ranks import SECONDS, SHARED
 from sharded import close, logits
 
 import fused_softmax
@@ -28,14 +28,19 @@ def mine(group):
     return X[:, 5 * rank : 5 * rank + 5].clone()
 
 
+def on_own(group, n, function, *args):
+    """What a function gives on the first n ranks, of a group that no other test has; the other ranks help to make it."""
+    own = dist.new_group(list(range(n)))
+    return function(own, *args) if dist.get_rank(group) < n else None
+
+
 def on_two(group, function, *args):
-    """What a function gives on ranks 0 and 1, of a group that no other test has; the other ranks help to make it."""
-    own = dist.new_group([0, 1])
-    return function(own, *args) if dist.get_rank(group) < 2 else None
+    return on_own(group, 2, function, *args)
 
 
 def be_impatient(group, seconds=0.3):
-    """Kernels of this group wait no longer."""
+    """Kernels of this group wait no longer, which no other test's group may be left with."""
+    assert all(each is not group for each in SHARED), "only a group made by on_own may be impatient"
     softmax(torch.zeros(1, 2), group)  # sets its memory up
     memory = peers.known(group, torch.device("cpu"))
     memory.limit, memory.seconds = int(memory.limit * seconds / memory.seconds), seconds
@@ -128,7 +133,7 @@ def without_the_last(group):
 
 def test_all_others_name_the_rank_that_never_comes(ranks):
     """Also those that hear of it from another rank, before their own time is over."""
-    for seconds, said in ranks.values(4, without_the_last)[:-1]:
+    for seconds, said in ranks.values(4, on_own, 4, without_the_last)[:-1]:
         assert seconds < SECONDS / 2
         for each in said:
             assert each.startswith("softmax: an earlier call gave NaN, because rank 3 has told nothing of row ")
