@@ -29,7 +29,7 @@ def mine(group):
 
 
 def on_own(group, n, function, *args):
-    """What a function gives on the first n ranks, of a group that no other test has; the other ranks help to make it."""
+    """What a function gives on the first n ranks, of a group that no other test has. The others help to make it."""
     own = dist.new_group(list(range(n)))
     return function(own, *args) if dist.get_rank(group) < n else None
 

@@ -104,7 +104,7 @@ def test_a_sequence_does_not_depend_on_its_batch(told, device):
 
     whole = drawn(slice(None))
     for rows in (slice(3, 4), torch.randperm(n, device=device), slice(0, n, 3)):
-        assert all(torch.equal(a, b[rows]) for a, b in zip(drawn(rows), whole, strict=True))
+        assert all(torch.equal(a, b[rows]) for a, b in zip(drawn(rows)[:3], whole[:3], strict=True))
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -171,7 +171,7 @@ def test_sequences_of_one_seed_that_is_a_number_share_no_noise(told, device):
     assert len(set(y.tokens[:, 0].tolist())) > 45
     position = torch.arange(50, device=device) * (K + 1)
     wanted = speculative_sample(target, drafts, draft if told else None, seed=1, position=position)
-    assert all(torch.equal(a, b) for a, b in zip(y, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(y[:3], wanted[:3], strict=True))
     seed = torch.tensor(1, device=device)
     y = speculative_sample(target, drafts, seed=seed)
     assert len(set(y.tokens[:, 0].tolist())) == 1
@@ -185,8 +185,30 @@ REFUSED = [
     ((X, D, X), {}, ValueError, r"draft_logits must have shape \(3, 2, 40\), got \(3, 3, 40\)"),
     ((X, D, X[:, :K].double()), {}, TypeError, "draft_logits must be of float32, float16 or bfloat16"),
     ((X, D), {"top_p": 0.0}, ValueError, "top_p must be more than 0, got 0.0"),
-    ((X, D), {"temperature": torch.ones(9)}, ValueError, r"temperature must have shape \(\) or \(3,\), got \(9,\)"),
+    (
+        (X, D), {"temperature": torch.ones(9)}, ValueError,
+        r"temperature must have shape \(\) or \(3,\) or \(3, 3\), got \(9,\)",
+    ),
     ((X, D), {"seed": 1, "generator": torch.Generator()}, ValueError, "give seed=1 or a generator, not both"),
+    ((X, D, X[:, :K]), {"draft_probs": X[:, :K]}, ValueError, "give draft_logits or draft_probs, not both"),
+    ((X, D), {"draft_probs": X}, ValueError, r"draft_probs must have shape \(3, 2, 40\), got \(3, 3, 40\)"),
+    ((X, D), {"draft_lengths": 3}, ValueError, r"draft_lengths must be in \[0, 2\], got 3"),
+    ((X, D), {"draft_lengths": D}, ValueError, r"draft_lengths must have shape \(3,\), got \(3, 2\)"),
+    ((X, D), {"draft_lengths": True}, TypeError, "draft_lengths must be an int, not bool"),
+    ((X, D), {"verify": "list"}, ValueError, 'verify must be "chain", "block" or "tree", got \'list\''),
+    ((X, D), {"verify": "tree"}, ValueError, "parents are of the drafts of a tree, got verify='tree' and parents=None"),
+    ((X, D), {"parents": [-1, 0]}, ValueError, "parents are of the drafts of a tree, got verify='chain'"),
+    ((X, D), {"verify": "tree", "parents": [-1, 1]}, ValueError, r"parents\[1\] must be in \[-1, 0\], got 1"),
+    ((X, D), {"verify": "tree", "parents": [-1]}, ValueError, "parents must be 2, one for each draft, got 1"),
+    ((X, D), {"verify": "tree", "parents": [-1, 0.5]}, TypeError, r"parents\[1\] must be an int, not float"),
+    ((X, D), {"verify": "tree", "parents": "ab"}, TypeError, "parents must be a Tensor or a sequence of ints, not str"),
+    ((X, D), {"verify": "tree", "parents": D[:2]}, ValueError, r"parents must have shape \(3, 2\) or \(2,\), got"),
+    ((X, D), {"bitmask": D.int()[:2]}, ValueError, r"bitmask must have shape \(3, 2\) or \(3, 3, 2\), a bit"),
+    (
+        (X, D), {"logit_bias": X[:2, 0]}, ValueError,
+        r"logit_bias must have shape \(40,\) or \(3, 40\) or \(3, 3, 40\), got \(2, 40\)",
+    ),
+    ((X, D), {"return_logprobs": "all"}, ValueError, 'return_logprobs must be None, "raw" or "processed"'),
 ]  # fmt: skip
 
 
@@ -205,7 +227,8 @@ def test_few_sequences_at_a_time_give_the_same(told, way, monkeypatch, device):
     numbers = {"temperature": torch.linspace(0.5, 2, 5, device=device), "top_p": 0.9, "seed": 3}
     whole = speculative_sample(target, tokens, draft if told else None, **numbers)
     monkeypatch.setattr(turns, "_MOST_BYTES", 2 * (K + 1) * 60 * 128)
-    for ours, wanted in zip(speculative_sample(target, tokens, draft if told else None, **numbers), whole, strict=True):
+    found = speculative_sample(target, tokens, draft if told else None, **numbers)
+    for ours, wanted in zip(found[:3], whole[:3], strict=True):
         assert torch.equal(ours, wanted)
 
 
@@ -226,7 +249,7 @@ def test_compiled_drafts_with_top_p_are_one_graph(device):
     target, tokens = torch.randn(3, 3, 60, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device)
     call = lambda x, t: speculative_sample(x, t, top_p=0.5, seed=1, position=3)  # noqa: E731
     compiled = torch.compile(call, fullgraph=True, backend="eager")
-    for ours, wanted in zip(compiled(target, tokens), call(target, tokens), strict=True):
+    for ours, wanted in zip(compiled(target, tokens)[:3], call(target, tokens)[:3], strict=True):
         assert torch.equal(ours, wanted)
 
 
@@ -237,7 +260,5 @@ def test_rows_of_a_slice_are_read_where_they_lie(way, device):
     for target in (wide[:, -K - 1 :], wide[:, : K + 1], wide[::2, 2 : K + 3], wide[:, :: 9 // (K + 1)][:, : K + 1]):
         given = tokens[: len(target)]
         found = speculative_sample(target, given, top_p=0.9, seed=1, position=5)
-        for ours, wanted in zip(
-            found, speculative_sample(target.clone(), given, top_p=0.9, seed=1, position=5), strict=True
-        ):
-            assert torch.equal(ours, wanted)
+        wanted = speculative_sample(target.clone(), given, top_p=0.9, seed=1, position=5)
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], wanted[:3], strict=True))

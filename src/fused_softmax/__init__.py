@@ -81,7 +81,8 @@ if TYPE_CHECKING:
         top_p_mask_logits,
         top_p_renorm_probs,
     )
-    from fused_softmax.ops.sampling.sample import SampleOutput, SpeculativeOutput, sample, speculative_sample
+    from fused_softmax.ops.sampling.sample import SampleOutput, sample
+    from fused_softmax.ops.sampling.speculative import SpeculativeOutput, speculative_sample
     from fused_softmax.ops.softmax.logsumexp import logsumexp
     from fused_softmax.ops.softmax.softmax import log_softmax, softmax
     from fused_softmax.register.patch import disable, enable, enabled
@@ -100,7 +101,8 @@ else:
         "ops.losses.linear_log_prob": ("linear_log_prob",),
         "ops.losses.log_prob": ("LogProbOutput", "LogProbStats", "log_prob"),
         "ops.softmax.logsumexp": ("logsumexp",),
-        "ops.sampling.sample": ("SampleOutput", "SpeculativeOutput", "sample", "speculative_sample"),
+        "ops.sampling.sample": ("SampleOutput", "sample"),
+        "ops.sampling.speculative": ("SpeculativeOutput", "speculative_sample"),
         "ops.sampling.filters": (
             "min_p_mask_logits", "penalize", "top_k_mask_logits", "top_k_renorm_probs", "top_p_mask_logits",
             "top_p_renorm_probs",

@@ -121,7 +121,7 @@ def _kept(name: str, argument: str, rows: Tensor, keep: Callable[..., Tensor], *
     found = rows_on_shards(name, again, {argument: rows, filter: value}, rows.shape[0])
     if found is not None:
         return found
-    checked = {filter: _CHECKS[filter](name, value, rows, rows.shape[0])}
+    checked = {filter: _CHECKS[filter](name, value, rows, (rows.shape[0],))}
     tensors = [each for each in checked.values() if isinstance(each, Tensor)]
     if needs_grad(rows, *tensors) or not runs_here(rows, *tensors):
         return keep(rows, **checked)
@@ -170,7 +170,7 @@ def _penalize(logits, token_ids, penalties, out, kinds):
     n_rows = logits.shape[0]
     check_ids(name, token_ids, logits, n_rows)
     given = penalties._asdict()
-    checked = {argument: penalty_of(name, argument, value, logits, n_rows) for argument, value in given.items()}
+    checked = {argument: penalty_of(name, argument, value, logits, (n_rows,)) for argument, value in given.items()}
     tensors = [each for each in (logits, *checked.values()) if isinstance(each, Tensor)]
     if out is not None:
         check_out(name, out, logits, logits.dtype, f"the logits' {logits.dtype}", tuple(logits.shape))

@@ -17,6 +17,7 @@ from fused_softmax.core.options import Options, option
 
 Order = Literal["sequential", "joint"]
 Logprobs = Literal["raw", "processed"]
+Leading = tuple[int, ...]  # the dims of rows of logits, of which a parameter may have the first alone, or none
 LOGITS = (torch.float32, torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -78,24 +79,28 @@ def sampling_of(
     bitmask: Any = None, row_indices: Any = None, return_logprobs: Any = None, top_logprobs: Any = 0,
     return_kept: Any = False, token_ids: Any = None, repetition: Any = 1.0, presence: Any = 0.0, frequency: Any = 0.0,
 ) -> Sampling:  # fmt: skip
-    """The Sampling of a call on logits [n_rows, ..., vocab], or an error that names the argument."""
-    n_cols, n_draws = logits.shape[-1], logits.shape[0]
+    """The Sampling of a call on logits [n_rows, ..., vocab], or an error that names the argument.
+
+    What is given of rows may have the first of their dims alone.
+    """
+    n_cols, leading = logits.shape[-1], tuple(logits.shape[:-1])
     if row_indices is not None:
         check_tensor(name, "row_indices", row_indices, logits, _INTEGERS, "int64 or int32")
         if row_indices.ndim != 1:
             raise ValueError(f"{name}: row_indices must have shape [n_draws], got {tuple(row_indices.shape)}")
-        n_draws = row_indices.shape[0]
+        leading = (row_indices.shape[0],)
     if order not in ("sequential", "joint"):
         raise ValueError(f'{name}: order must be "sequential" or "joint", got {described(order)}')
     if logit_bias is not None:
         check_tensor(name, "logit_bias", logit_bias, logits, _FLOATS, "16 to 64 bit floats")
-        check_shape(name, "logit_bias", logit_bias, (n_cols,), (n_draws, n_cols))
+        check_shape(name, "logit_bias", logit_bias, *((*each, n_cols) for each in _first_of(leading)))
     if bitmask is not None:
         check_tensor(name, "bitmask", bitmask, logits, (torch.int32,), "int32")
-        words = -(-n_cols // 32)
-        if bitmask.ndim != 2 or bitmask.shape[0] != n_draws or bitmask.shape[1] < words:
+        words, rows = -(-n_cols // 32), _first_of(leading)[1:]
+        if tuple(bitmask.shape[:-1]) not in rows or bitmask.shape[-1] < words:
+            wanted = " or ".join(str((*each, words)) for each in rows)
             raise ValueError(
-                f"{name}: bitmask must have shape ({n_draws}, {words}), a bit for each of {n_cols} columns, "
+                f"{name}: bitmask must have shape {wanted}, a bit for each of {n_cols} columns, "
                 f"got {tuple(bitmask.shape)}"
             )
     if return_logprobs not in (None, "raw", "processed"):
@@ -112,15 +117,15 @@ def sampling_of(
     if not isinstance(return_kept, bool):
         raise TypeError(f"{name}: return_kept must be a bool, not {typed(return_kept)}")
     given = {"repetition": repetition, "presence": presence, "frequency": frequency}
-    penalties = {argument: penalty_of(name, argument, value, logits, n_draws) for argument, value in given.items()}
+    penalties = {argument: penalty_of(name, argument, value, logits, leading) for argument, value in given.items()}
     if token_ids is not None:
-        check_ids(name, token_ids, logits, n_draws)
+        check_ids(name, token_ids, logits, leading[0])
     check_penalties(name, token_ids, penalties)
     return Sampling(
-        temperature=temperature_of(name, temperature, logits, n_draws),
-        top_k=None if top_k is None else top_k_of(name, top_k, logits, n_draws),
-        top_p=None if top_p is None else top_p_of(name, top_p, logits, n_draws),
-        min_p=None if min_p is None else min_p_of(name, min_p, logits, n_draws),
+        temperature=temperature_of(name, temperature, logits, leading),
+        top_k=None if top_k is None else top_k_of(name, top_k, logits, leading),
+        top_p=None if top_p is None else top_p_of(name, top_p, logits, leading),
+        min_p=None if min_p is None else min_p_of(name, min_p, logits, leading),
         order=order,
         logit_bias=logit_bias,
         bitmask=bitmask,
@@ -133,17 +138,22 @@ def sampling_of(
     )
 
 
-def temperature_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor:
-    number = _number(name, "temperature", value, logits, n_rows)
+def _first_of(leading: Leading) -> list[tuple[int, ...]]:
+    """The shapes of what is given of rows: (), (n_rows,), and so on to all dims."""
+    return [leading[:i] for i in range(len(leading) + 1)]
+
+
+def temperature_of(name: str, value: Any, logits: Tensor, leading: Leading) -> float | Tensor:
+    number = _number(name, "temperature", value, logits, leading)
     if not isinstance(number, Tensor) and not 0 <= number < math.inf:
         raise ValueError(f"{name}: temperature must be at least 0 and finite, got {value}")
     return number
 
 
-def top_k_of(name: str, value: Any, logits: Tensor, n_rows: int) -> int | Tensor | None:
+def top_k_of(name: str, value: Any, logits: Tensor, leading: Leading) -> int | Tensor | None:
     if isinstance(value, Tensor):
         check_tensor(name, "top_k", value, logits, _INTEGERS, "int64 or int32")
-        check_shape(name, "top_k", value, (), (n_rows,))
+        check_shape(name, "top_k", value, *_first_of(leading))
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: top_k must be an int or a Tensor, not {typed(value)}")
@@ -151,8 +161,8 @@ def top_k_of(name: str, value: Any, logits: Tensor, n_rows: int) -> int | Tensor
     return k if 0 < k < logits.shape[-1] else None
 
 
-def top_p_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor | None:
-    number = _number(name, "top_p", value, logits, n_rows)
+def top_p_of(name: str, value: Any, logits: Tensor, leading: Leading) -> float | Tensor | None:
+    number = _number(name, "top_p", value, logits, leading)
     if isinstance(number, Tensor):
         return number
     if not number > 0:
@@ -160,8 +170,8 @@ def top_p_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tens
     return number if number < 1 else None
 
 
-def min_p_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor | None:
-    number = _number(name, "min_p", value, logits, n_rows)
+def min_p_of(name: str, value: Any, logits: Tensor, leading: Leading) -> float | Tensor | None:
+    number = _number(name, "min_p", value, logits, leading)
     if isinstance(number, Tensor):
         return number
     if not number <= 1:
@@ -169,9 +179,9 @@ def min_p_of(name: str, value: Any, logits: Tensor, n_rows: int) -> float | Tens
     return number if number > 0 else None
 
 
-def penalty_of(name: str, argument: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor:
+def penalty_of(name: str, argument: str, value: Any, logits: Tensor, leading: Leading) -> float | Tensor:
     """A penalty; the one of repetition is a factor and more than 0."""
-    number = _number(name, argument, value, logits, n_rows)
+    number = _number(name, argument, value, logits, leading)
     if isinstance(number, Tensor):
         return number
     if not -math.inf < number < math.inf or (argument == "repetition" and number <= 0):
@@ -272,11 +282,11 @@ def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Te
         )
 
 
-def _number(name: str, argument: str, value: Any, logits: Tensor, n_rows: int) -> float | Tensor:
+def _number(name: str, argument: str, value: Any, logits: Tensor, leading: Leading) -> float | Tensor:
     """A number, within what 32 bits hold unless it is 0 or infinite; a tensor as it is."""
     if isinstance(value, Tensor):
         check_tensor(name, argument, value, logits, _FLOATS, "16 to 64 bit floats")
-        check_shape(name, argument, value, (), (n_rows,))
+        check_shape(name, argument, value, *_first_of(leading))
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: {argument} must be a number or a Tensor, not {typed(value)}")

@@ -1,4 +1,4 @@
-"""Sampling of torch's operations, in float64: filters, draws, penalties and speculative acceptance.
+"""Sampling of torch's operations, in float64: filters, draws and penalties.
 
 A row is judged in this order:
 
@@ -16,7 +16,7 @@ depend on the batch or the device. Nothing here waits for a device, and no shape
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -345,75 +345,3 @@ def penalize(
     x = torch.where(scaled, torch.where(finite < 0, finite * r, finite / r), x)
     x = torch.where(present, x - each * counts - once, x)
     return (x * nan_where(bad, x.dtype)).to(logits.dtype)
-
-
-class Speculated(NamedTuple):
-    tokens: Tensor
-    n_accepted: Tensor
-    valid: Tensor
-
-
-def speculative_sample(
-    target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, seed: Tensor, position: Tensor,
-    temperature: Number = 1.0, top_k: Number | None = None, top_p: Number | None = None, min_p: Number | None = None,
-    *, order: str = "sequential",
-) -> Speculated:  # fmt: skip
-    """fused_softmax.speculative_sample for seeds and positions [n], int64; token j has position + j.
-
-    Chain acceptance (Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML
-    2023): draft d is accepted where u q(d) < p(d), and the first that is not is replaced by a draw from max(p - q, 0).
-    """
-    n, k_and_1, n_cols = target_logits.shape
-    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    of_rows: dict[str, Any] = {name: spread(number, k_and_1) for name, number in numbers.items()}
-    at = torch.arange(k_and_1, device=target_logits.device)
-    positions = (position[:, None] + at).flatten()
-    seeds = seed[:, None].expand(n, k_and_1).flatten()
-
-    def rows(logits):
-        return logits.float().reshape(n * k_and_1, n_cols) + 0.0
-
-    target = judge(rows(target_logits), **of_rows, joint=order == "joint")
-    valid = target.valid.unflatten(0, (n, k_and_1))
-    if draft_logits is None:
-        own = drawn(rows(target_logits), target, **of_rows, order=order, seed=seeds, position=positions)
-        return verified(own.unflatten(0, (n, k_and_1)), valid, draft_tokens, n_cols)
-    own = noise.draw(target.weights, seeds, positions).unflatten(0, (n, k_and_1))
-    drafts, drafted = drafts_of(draft_tokens, n_cols)
-    draft = judge(rows(torch.nn.functional.pad(draft_logits, (0, 0, 0, 1))), **of_rows, joint=order == "joint")
-    valid = valid & (draft.valid.unflatten(0, (n, k_and_1)) | ~drafted)
-    column = torch.where(drafted, drafts, 0).flatten()[:, None]
-    p, q = target.probs, draft.probs
-    u = noise.uniform(noise.words_at(seeds, positions, torch.zeros_like(column), noise.ACCEPTED), 0)
-    accepted = (u * q.gather(1, column) < p.gather(1, column)).view(n, k_and_1)
-    left = (p - q).clamp(min=0.0)
-    left = torch.where((left > 0).any(1, keepdim=True), left, p)  # of two equal distributions nothing is left
-    other = noise.draw(left, seeds, positions, noise.RESIDUAL_GROUPS, noise.RESIDUAL_MEMBERS)
-    return verified(torch.where(drafted, other.view(n, k_and_1), own), valid, draft_tokens, n_cols, accepted)
-
-
-def drafts_of(draft_tokens: Tensor, n_cols: int) -> tuple[Tensor, Tensor]:
-    """(drafts [n, k + 1], -1 after the last, since one more token follows; which of them are columns)."""
-    drafts = torch.nn.functional.pad(draft_tokens.long(), (0, 1), value=-1)
-    return drafts, (drafts >= 0) & (drafts < n_cols)
-
-
-def verified(
-    tokens: Tensor, valid: Tensor, draft_tokens: Tensor, n_cols: int, accepted: Tensor | None = None
-) -> Speculated:  # fmt: skip
-    """What drafts leave of the target's tokens [n, k + 1], of rows that are valid or not.
-
-    accepted: which drafts are; without it, those that are the target's tokens.
-    """
-    drafts, drafted = drafts_of(draft_tokens, n_cols)
-    accepted = (tokens == drafts if accepted is None else accepted) & drafted & valid
-    n_accepted = accepted.long().cumprod(1).sum(1)
-    last, at = n_accepted[:, None], torch.arange(tokens.shape[1], device=tokens.device)
-    tokens = torch.where(at < last, drafts, torch.where(valid, tokens, 0))
-    return Speculated(tokens.masked_fill(at > last, -1), n_accepted, valid.gather(1, last).squeeze(1))
-
-
-def spread(number: Number | None, times: int) -> Number | None:
-    """A parameter of sequences as one of their rows, `times` each."""
-    many = isinstance(number, Tensor) and number.ndim > 0
-    return number[:, None].expand(-1, times).flatten() if many else number  # type: ignore[index]

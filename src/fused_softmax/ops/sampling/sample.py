@@ -6,7 +6,7 @@ Top-p, and top-k of more than 64, judge the first such tokens instead of narrowi
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import refusing
-from fused_softmax.core.route import Route, is_sharded, needs_grad, route_of, runs_here
+from fused_softmax.core.route import Route, is_sharded, needs_grad, route_of
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import draws_on_shards
 from fused_softmax.ops.sampling.launches import (
@@ -43,14 +43,11 @@ from fused_softmax.ops.sampling.options import (
     check_out,
     check_penalties,
     check_random,
-    check_shape,
-    check_tensor,
     sampling_of,
 )
 from fused_softmax.ops.sampling.over_ranks import sample_of_shards
 from fused_softmax.ops.sampling.penalties import Penalties, kinds_of
 from fused_softmax.ops.sampling.reference import SampleOutput
-from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ranks.dtensor import Axes, mesh_of
 from fused_softmax.ranks.groups import Transport, over_of
 
@@ -63,22 +60,6 @@ _OVER = (
     "gradient"
 )
 _is_compiling = torch.compiler.is_dynamo_compiling
-
-
-class SpeculativeOutput(NamedTuple):
-    """For each of n sequences: its tokens, how many of them are accepted drafts, and whether the last could be drawn.
-
-    tokens: int64 [n, k + 1]: the accepted drafts, one token more, and -1 behind it.
-    n_accepted: int64 [n], from 0 to k.
-    valid: bool [n]; where False, the token after the accepted drafts is 0, because its row cannot be drawn from.
-
-    >>> out = speculative_sample(target_logits, draft_tokens, seed=1, position=17)  # [8, 4, 128256], [8, 3]
-    >>> out.tokens, out.n_accepted  # [8, 4], [8]
-    """
-
-    tokens: Tensor
-    n_accepted: Tensor
-    valid: Tensor
 
 
 def sample(
@@ -326,111 +307,3 @@ def _refusing_gradients(drawn: SampleOutput, *given: Any) -> SampleOutput:
     if like is None or not found:
         return drawn
     return drawn._replace(**dict(zip(found, refusing("sample", [*found], [*found.values()], like, _OVER), strict=True)))
-
-
-def speculative_sample(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    *,
-    order: Order = "sequential",
-    seed: int | Tensor | None = None,
-    position: int | Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> SpeculativeOutput:
-    """The tokens that drafts leave of sampling from the target: accepted drafts, and one token of the target's.
-
-    Their distribution is that of sampling from the target with these filters, whatever the drafts are.
-
-    target_logits: [n, k + 1, vocab], float32, float16 or bfloat16: row j is of the token that draft j proposes.
-    draft_tokens: int64 or int32 [n, k]; an id outside [0, vocab), such as -1, ends the drafts of its sequence.
-    draft_logits: [n, k, vocab], of any dtype that target_logits may have: the drafts were drawn from these logits with
-        the same filters. Draft d is accepted with probability min(1, p(d) / q(d)). The first draft that is not
-        accepted is replaced by a draw from max(p - q, 0) (Leviathan, Kalman, Matias, 2023, arXiv 2211.17192).
-        None: a draft is accepted where the target's own draw gives it, so the tokens are those that `sample` gives for
-        these rows, seeds and positions. A deterministic draft is accepted as often as it can be. One that `sample` drew
-        with the same seed and position is accepted often, for both draws have the same noise.
-    temperature, top_k, top_p, min_p, order: as sample's, numbers or tensors [] or [n]: of both target and draft.
-    seed, position: as sample's, numbers or tensors [] or [n]. Token j of a sequence has position + j. Without a
-        position, sequence i begins at position i * (k + 1) if the seed is a number, and at 0 if it is a tensor. Drafts
-        may be drawn by `sample` with the same seed and positions, because other noise accepts and replaces them.
-    generator: as sample's; sequence i begins at position i * (k + 1).
-
-    Raises as sample does.
-
-    >>> target = torch.tensor([[[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]]], device="cuda")
-    >>> speculative_sample(target, torch.tensor([[1, 1]], device="cuda"), temperature=0.0)[:2]
-    (tensor([[ 1,  0, -1]], device='cuda:0'), tensor([1], device='cuda:0'))
-    """
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "order": order}
-    random = seed, position, generator
-    return _speculative(target_logits, draft_tokens, draft_logits, options, random)
-
-
-def _speculative(target_logits, draft_tokens, draft_logits, as_given, random):
-    name, (seed, position, generator) = "speculative_sample", random
-    check_logits(name, "target_logits", target_logits, "[n, k + 1, vocab]")
-    n, k_and_1, n_cols = target_logits.shape
-    if not k_and_1:
-        raise ValueError(f"{name}: target_logits must have shape [n, k + 1, vocab], got {tuple(target_logits.shape)}")
-    check_tensor(name, "draft_tokens", draft_tokens, target_logits, (torch.int64, torch.int32), "int64 or int32")
-    check_shape(name, "draft_tokens", draft_tokens, (n, k_and_1 - 1))
-    if draft_logits is not None:
-        check_tensor(
-            name, "draft_logits", draft_logits, target_logits, (torch.float32, torch.float16, torch.bfloat16),
-            "float32, float16 or bfloat16",
-        )  # fmt: skip
-        check_shape(name, "draft_logits", draft_logits, (n, k_and_1 - 1, n_cols))
-    options = sampling_of(name, target_logits, **as_given)
-    check_random(name, seed, position, generator, target_logits, n)
-    tensors = {"target_logits": target_logits, "draft_tokens": draft_tokens, "draft_logits": draft_logits}
-    filters = {name: value for name, value in as_given.items() if name != "order"}
-    found = draws_on_shards(
-        name, partial(speculative_sample, order=as_given["order"]), tensors | filters, n,
-        (seed, position, lambda: seed_of(generator, target_logits.device)), step=k_and_1,
-    )  # fmt: skip
-    if found is not None:
-        return found
-    with torch.no_grad():
-        device = target_logits.device
-        position = position_of(seed, position)
-        seeds = int64_of(seed_of(generator, device) if seed is None else seed, n, device)
-        positions = positions_of(position, n, device)
-        if position is None:
-            positions = positions * k_and_1  # sequences of one seed share no position
-        given = target_logits, draft_tokens, draft_logits, seeds, positions
-        others = [each for each in (*given[1:], *as_given.values()) if isinstance(each, Tensor)]
-        here = runs_here(target_logits, *others)
-        if draft_logits is None and (here or torch.compiler.is_compiling()):
-            found = _drafts_that_are_drawn(target_logits, draft_tokens, as_given, seeds, positions)
-        elif not here:
-            found = reference.speculative_sample(*given, **options.filters())
-        else:
-            found = in_turns(reference.speculative_sample, given, options.filters())
-        return SpeculativeOutput(*found)
-
-
-def _drafts_that_are_drawn(target_logits, draft_tokens, as_given, seeds, positions):
-    """The tokens that `sample` draws of all rows, up to the first that is not its draft."""
-    n, k_and_1, n_cols = target_logits.shape
-    at = torch.arange(k_and_1, device=target_logits.device)
-    of_rows: dict[str, Any] = {
-        name: reference.spread(as_given[name], k_and_1) for name in ("temperature", "top_k", "top_p", "min_p")
-    }
-    of_sequence, of_row, _ = target_logits.stride()
-    if of_row > 0 and of_sequence % of_row == 0 and of_sequence > of_row * k_and_1 and n:  # of more rows, some
-        apart = of_sequence // of_row
-        logits = target_logits.as_strided(((n - 1) * apart + k_and_1, n_cols), target_logits.stride()[1:])
-        of_rows["row_indices"] = (torch.arange(n, device=at.device)[:, None] * apart + at).flatten()
-    else:
-        logits = target_logits.reshape(n * k_and_1, n_cols)
-    drawn = sample(
-        logits.detach(), **of_rows, order=as_given["order"], seed=seeds[:, None].expand(n, k_and_1).flatten(),
-        position=(positions[:, None] + at).flatten(),
-    )  # fmt: skip
-    tokens, valid = (each.unflatten(0, (n, k_and_1)) for each in drawn[:2])
-    return reference.verified(tokens, valid, draft_tokens, n_cols)

@@ -37,7 +37,7 @@ def in_turns(function: Callable[..., Any], given: tuple[Tensor | None, ...], num
         found.append(function(*(None if each is None else each[here] for each in given), **own))
     if isinstance(found[0], Tensor):
         return torch.cat(found)
-    return tuple(map(torch.cat, zip(*found, strict=True)))
+    return tuple(None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True))
 
 
 def prepare_sample(

@@ -1,0 +1,248 @@
+"""Speculative decoding: which drafts a target accepts, and the token after them."""
+
+from collections.abc import Sequence
+from functools import partial
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.described import described, typed
+from fused_softmax.core.route import runs_here
+from fused_softmax.ops.sampling import verification
+from fused_softmax.ops.sampling.dtensor import draws_on_shards
+from fused_softmax.ops.sampling.one_device import int64_of, position_of, positions_of, seed_of
+from fused_softmax.ops.sampling.options import (
+    LOGITS,
+    Logprobs,
+    Order,
+    check_logits,
+    check_random,
+    check_shape,
+    check_tensor,
+    sampling_of,
+)
+from fused_softmax.ops.sampling.sample import sample
+from fused_softmax.ops.sampling.turns import in_turns
+from fused_softmax.ops.sampling.verification import SpeculativeOutput, Verify
+
+_INTEGERS, _IN_WORDS = (torch.int64, torch.int32), "int64 or int32"
+_OF_ROWS = "temperature", "top_k", "top_p", "min_p"
+
+
+def speculative_sample(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    *,
+    draft_probs: Tensor | None = None,
+    draft_lengths: int | Tensor | None = None,
+    verify: Verify = "chain",
+    parents: Sequence[int] | Tensor | None = None,
+    order: Order = "sequential",
+    seed: int | Tensor | None = None,
+    position: int | Tensor | None = None,
+    generator: torch.Generator | None = None,
+    logit_bias: Tensor | None = None,
+    bitmask: Tensor | None = None,
+    return_logprobs: Logprobs | None = None,
+) -> SpeculativeOutput:
+    """The tokens that drafts leave of sampling from the target: accepted drafts, and one token of the target's.
+
+    Their distribution is that of sampling from the target with these filters, whatever the drafts are. Nothing waits
+    for the device.
+
+    target_logits: [n, k + 1, vocab], float32, float16 or bfloat16: row j is of the token that draft j proposes. Of a
+        tree, row 0 is of the token after the prefix, and row j + 1 of the one after draft j.
+    draft_tokens: int64 or int32 [n, k]; an id outside [0, vocab), such as -1, is no draft: it ends those of a chain or
+        block, and the branch of a tree.
+    draft_logits: [n, k, vocab], of any dtype that target_logits may have: the drafts were drawn from these logits with
+        the same filters. Row r is of what was drawn where the target has row r, so of a chain row j is of draft j.
+    draft_probs: [n, k, vocab] likewise, probabilities that the drafts were drawn from, in place of draft_logits. They
+        count over their sum, and filters leave them as they are.
+        With neither, a draft is accepted where the target's own draw gives it, so the tokens are those that `sample`
+        gives for these rows, seeds and positions, and blocks are chains. A deterministic draft is accepted as often as
+        it can be. One that `sample` drew with the same seed and position is accepted often, for both draws have the
+        same noise.
+    temperature, top_k, top_p, min_p, order: as sample's, of both target and draft; numbers or tensors [], [n] or
+        [n, k + 1], one for each row of the target.
+    draft_lengths: how many drafts there are of each sequence: a number up to k, or int64 or int32 [n]; all without it.
+    verify: "chain": draft d is accepted with probability min(1, p(d) / q(d)), and the first that is not is replaced by
+        a draw from max(p - q, 0) (Leviathan, Kalman, Matias, 2023, arXiv 2211.17192). "block": all drafts are judged
+        together, by which at least as many are accepted (Sun et al., 2025, arXiv 2403.10444). "tree": a row may have
+        several drafts, drawn independently, which are tried in the order of their numbers; each that is rejected leaves
+        max(p - q, 0), renormalised (Miao et al., 2024, arXiv 2305.09781).
+    parents: of a tree, the draft that each follows, -1 for those that follow the prefix: int64 or int32 [n, k] or [k],
+        or k numbers. Parents come before their children.
+    seed, position: as sample's, numbers or tensors [] or [n]. Token j of a sequence has position + j. Without a
+        position, sequence i begins at position i * (k + 1) if the seed is a number, and at 0 if it is a tensor. Drafts
+        may be drawn by `sample` with the same seed and positions, because other noise accepts and replaces them;
+        siblings of a tree take noise of their own, such as another seed each.
+    generator: as sample's; sequence i begins at position i * (k + 1).
+    logit_bias, bitmask: as sample's, of the target alone: logit_bias [vocab], [n, vocab] or [n, k + 1, vocab], bitmask
+        [n, words] or [n, k + 1, words]. If they constrained the drafts too, draft_logits or draft_probs have them in.
+    return_logprobs: "raw" or "processed", as sample's: of each token, by its row of the target, without gradient.
+
+    A sequence whose draft_lengths, or whose parents of drafts that it has, are out of range in a tensor has no drafts,
+    token 0, and valid False. A row that cannot be drawn from, as sample has it, ends its sequence with token 0 and
+    valid False; so does one whose drafts' logits or probabilities cannot be.
+
+    Raises as sample does, and ValueError for lengths or parents out of range that are numbers, for both draft_logits
+    and draft_probs, and for parents without a tree, or a tree without parents.
+
+    >>> target = torch.tensor([[[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]]], device="cuda")
+    >>> speculative_sample(target, torch.tensor([[1, 1]], device="cuda"), temperature=0.0)[:2]
+    (tensor([[ 1,  0, -1]], device='cuda:0'), tensor([1], device='cuda:0'))
+    """
+    drafts = {
+        "draft_tokens": draft_tokens, "draft_logits": draft_logits, "draft_probs": draft_probs,
+        "draft_lengths": draft_lengths, "parents": parents,
+    }  # fmt: skip
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    masks = {"logit_bias": logit_bias, "bitmask": bitmask}
+    asked = {"order": order, "verify": verify, "return_logprobs": return_logprobs}
+    return _speculative(target_logits, drafts, filters, masks, asked, (seed, position, generator))
+
+
+def _speculative(target_logits, drafts, filters, masks, asked, random):
+    name, (seed, position, generator) = "speculative_sample", random
+    check_logits(name, "target_logits", target_logits, "[n, k + 1, vocab]")
+    n, k_and_1, _ = target_logits.shape
+    if not k_and_1:
+        raise ValueError(f"{name}: target_logits must have shape [n, k + 1, vocab], got {tuple(target_logits.shape)}")
+    _check_drafts(name, target_logits, asked["verify"], **drafts)
+    options = sampling_of(
+        name, target_logits, **filters, **masks, order=asked["order"], return_logprobs=asked["return_logprobs"]
+    )
+    check_random(name, seed, position, generator, target_logits, n)
+    tensors = {"target_logits": target_logits, **drafts, **filters, **masks}
+    of_all = [
+        name for name in ("logit_bias", "parents") if isinstance(tensors[name], Tensor) and tensors[name].ndim == 1
+    ]
+    found = draws_on_shards(
+        name, partial(speculative_sample, **asked), tensors, n,
+        (seed, position, lambda: seed_of(generator, target_logits.device)), dict.fromkeys(of_all, (None,)),
+        k_and_1,
+    )  # fmt: skip
+    if found is not None:
+        return found
+    with torch.no_grad():
+        device = target_logits.device
+        position = position_of(seed, position)
+        seeds = int64_of(seed_of(generator, device) if seed is None else seed, n, device)
+        positions = positions_of(position, n, device)
+        if position is None:
+            positions = positions * k_and_1  # sequences of one seed share no position
+        lengths, parents = _of_sequences(drafts["draft_lengths"], drafts["parents"], n, device)
+        of_draft = drafts["draft_logits"], drafts["draft_probs"]
+        given = [each for each in (target_logits, *drafts.values(), *options.tensors) if isinstance(each, Tensor)]
+        here = runs_here(*given, seeds, positions)
+        if all(each is None for each in of_draft) and (here or torch.compiler.is_compiling()):
+            found = verification.drafts_of(drafts["draft_tokens"], lengths, parents, target_logits.shape[2])
+            return _own_tokens(target_logits, found, options, seeds, positions)
+        bias, bitmask = (None if each is None else _of_rows(each, n) for each in (options.logit_bias, options.bitmask))
+        of_sequences = (
+            target_logits, drafts["draft_tokens"], *of_draft, lengths, parents, bias, bitmask, seeds, positions,
+        )  # fmt: skip
+        numbers = options.filters() | {"verify": asked["verify"], "return_logprobs": options.return_logprobs}
+        if here:
+            return SpeculativeOutput(*in_turns(verification.speculative_sample, of_sequences, numbers))
+        return verification.speculative_sample(*of_sequences, **numbers)
+
+
+def _check_drafts(name, target_logits, verify, draft_tokens, draft_logits, draft_probs, draft_lengths, parents):
+    n, k_and_1, n_cols = target_logits.shape
+    k = k_and_1 - 1
+    check_tensor(name, "draft_tokens", draft_tokens, target_logits, _INTEGERS, _IN_WORDS)
+    check_shape(name, "draft_tokens", draft_tokens, (n, k))
+    for argument, each in (("draft_logits", draft_logits), ("draft_probs", draft_probs)):
+        if each is not None:
+            check_tensor(name, argument, each, target_logits, LOGITS, "float32, float16 or bfloat16")
+            check_shape(name, argument, each, (n, k, n_cols))
+    if draft_logits is not None and draft_probs is not None:
+        raise ValueError(f"{name}: give draft_logits or draft_probs, not both")
+    if isinstance(draft_lengths, Tensor):
+        check_tensor(name, "draft_lengths", draft_lengths, target_logits, _INTEGERS, _IN_WORDS)
+        check_shape(name, "draft_lengths", draft_lengths, (n,))
+    elif draft_lengths is not None:
+        _check_number(name, "draft_lengths", draft_lengths, 0, k)
+    if verify not in ("chain", "block", "tree"):
+        raise ValueError(f'{name}: verify must be "chain", "block" or "tree", got {described(verify)}')
+    if (parents is not None) != (verify == "tree"):
+        raise ValueError(
+            f"{name}: parents are of the drafts of a tree, got verify={described(verify)} and "
+            f"parents={described(parents)}"
+        )
+    if isinstance(parents, Tensor):
+        check_tensor(name, "parents", parents, target_logits, _INTEGERS, _IN_WORDS)
+        check_shape(name, "parents", parents, (n, k), (k,))
+    elif parents is not None:
+        if not isinstance(parents, Sequence) or isinstance(parents, str):
+            raise TypeError(f"{name}: parents must be a Tensor or a sequence of ints, not {typed(parents)}")
+        if len(parents) != k:
+            raise ValueError(f"{name}: parents must be {k}, one for each draft, got {len(parents)}")
+        for j, each in enumerate(parents):
+            _check_number(name, f"parents[{j}]", each, -1, j - 1)
+
+
+def _check_number(name, argument, value, least, most):
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: {argument} must be an int, not {typed(value)}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}: {argument} must be in [{least}, {most}], got {value}")
+
+
+def _of_sequences(lengths: Any, parents: Any, n: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Lengths [n] and parents [n, k] as tensors."""
+    if lengths is not None and not isinstance(lengths, Tensor):
+        lengths = torch.full((), lengths, dtype=torch.int64, device=device).expand(n)
+    if parents is not None:
+        if not isinstance(parents, Tensor):
+            parents = torch.tensor([int(each) for each in parents], dtype=torch.int64, device=device)
+        parents = parents.expand(n, -1)
+    return lengths, parents
+
+
+def _of_rows(given: Tensor, n: int) -> Tensor:
+    """What is given of columns, of sequences or of rows, as [n, 1 or k + 1, ...]."""
+    if given.ndim == 3:
+        return given
+    return (given.expand(n, -1) if given.ndim == 1 else given)[:, None]
+
+
+def _own_tokens(target_logits, drafts, options, seeds, positions):
+    """The drafts that are the tokens that `sample` draws of all rows."""
+    n, k_and_1, n_cols = target_logits.shape
+    given: dict[str, Any] = {
+        name: verification.of_rows(getattr(options, name), n, k_and_1) for name in _OF_ROWS
+    }  # fmt: skip
+    for name in ("logit_bias", "bitmask"):
+        each = getattr(options, name)
+        if each is not None and each.ndim > 1:
+            each = _of_rows(each, n).expand(n, k_and_1, -1).flatten(0, 1)
+        given[name] = each
+    of_sequence, of_row, _ = target_logits.stride()
+    if of_row > 0 and of_sequence % of_row == 0 and of_sequence > of_row * k_and_1 and n:  # of more rows, some
+        apart = of_sequence // of_row
+        logits = target_logits.as_strided(((n - 1) * apart + k_and_1, n_cols), target_logits.stride()[1:])
+        at = torch.arange(k_and_1, device=logits.device)
+        given["row_indices"] = (torch.arange(n, device=logits.device)[:, None] * apart + at).flatten()
+    else:
+        logits = target_logits.reshape(n * k_and_1, n_cols)
+    drawn = sample(
+        logits.detach(), **given, order=options.order, seed=seeds[:, None].expand(n, k_and_1).flatten(),
+        position=(positions[:, None] + drafts.depth).flatten(), return_logprobs=options.return_logprobs,
+    )  # fmt: skip
+    own, valid = (each.unflatten(0, (n, k_and_1)) for each in drawn[:2])
+    valid = valid & drafts.valid[:, None]
+    path = verification.path_of_tokens(own, valid, drafts)
+    of_own = None
+    if drawn.logprobs is not None:
+        logprobs = drawn.logprobs.unflatten(0, (n, k_and_1))
+        of_own = lambda row, _: logprobs.gather(1, row)  # noqa: E731
+    return verification.output_of(path, own.gather(1, path.row[:, None]).squeeze(1), valid, drafts, of_own)
