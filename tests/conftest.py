@@ -54,9 +54,11 @@ def way(request, monkeypatch) -> str:
     """Who draws, as the test's parameter says: "torch", by which many draws take little time, or "kernels"."""
     from fused_softmax.core.route import Route
     from fused_softmax.ops.sampling import sample as sampling
+    from fused_softmax.ops.sampling import speculative
 
     if request.param == "torch":
-        monkeypatch.setattr(sampling, "route_of", lambda *tensors, **_: Route.COMPOSED)
+        for each in (sampling, speculative):
+            monkeypatch.setattr(each, "route_of", lambda *tensors, **_: Route.COMPOSED)
     return request.param
 
 

@@ -107,6 +107,12 @@ class Arguments:
                 self._anew |= {name, f"{name}_low", f"{name}_high"}
         self._scalars |= {name: given[name] for name in _HALVES}
 
+    @property
+    def of_rows(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(tensors, scalars) by name, for kernels that read rows which others have judged."""
+        names = "scratch", "valid", "logits", "bias", "bitmask", "rows", "temperature"
+        return {name: self._tensors[name] for name in names}, self._scalars
+
     def _stride(self, name: str) -> int:
         """Of the first dim; 0 of what all draws share."""
         tensor = self._tensors[name]

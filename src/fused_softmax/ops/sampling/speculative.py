@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core.described import described, typed
-from fused_softmax.core.route import runs_here
-from fused_softmax.ops.sampling import verification
+from fused_softmax.core.route import Route, route_of, runs_here
+from fused_softmax.ops.sampling import verification, verified
 from fused_softmax.ops.sampling.dtensor import draws_on_shards
+from fused_softmax.ops.sampling.launches import MOST_COLUMNS
 from fused_softmax.ops.sampling.one_device import int64_of, position_of, positions_of, seed_of
 from fused_softmax.ops.sampling.options import (
     LOGITS,
@@ -26,6 +27,7 @@ from fused_softmax.ops.sampling.options import (
 from fused_softmax.ops.sampling.sample import sample
 from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ops.sampling.verification import SpeculativeOutput, Verify
+from fused_softmax.ops.sampling.verified import flattened, rows_of_masks
 
 _INTEGERS, _IN_WORDS = (torch.int64, torch.int32), "int64 or int32"
 _OF_ROWS = "temperature", "top_k", "top_p", "min_p"
@@ -139,17 +141,25 @@ def _speculative(target_logits, drafts, filters, masks, asked, random):
         if position is None:
             positions = positions * k_and_1  # sequences of one seed share no position
         lengths, parents = _of_sequences(drafts["draft_lengths"], drafts["parents"], n, device)
-        of_draft = drafts["draft_logits"], drafts["draft_probs"]
+        of_draft = (None, None) if k_and_1 == 1 else (drafts["draft_logits"], drafts["draft_probs"])
         given = [each for each in (target_logits, *drafts.values(), *options.tensors) if isinstance(each, Tensor)]
         here = runs_here(*given, seeds, positions)
         if all(each is None for each in of_draft) and (here or torch.compiler.is_compiling()):
             found = verification.drafts_of(drafts["draft_tokens"], lengths, parents, target_logits.shape[2])
             return _own_tokens(target_logits, found, options, seeds, positions)
-        bias, bitmask = (None if each is None else _of_rows(each, n) for each in (options.logit_bias, options.bitmask))
+        bias, bitmask = (
+            None if each is None else _of_rows(each, n) for each in (options.logit_bias, options.bitmask)
+        )  # fmt: skip
         of_sequences = (
             target_logits, drafts["draft_tokens"], *of_draft, lengths, parents, bias, bitmask, seeds, positions,
         )  # fmt: skip
         numbers = options.filters() | {"verify": asked["verify"], "return_logprobs": options.return_logprobs}
+        refused = "" if target_logits.shape[2] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
+        if options.return_logprobs is not None:
+            refused = "log-probabilities are asked for"
+        route = route_of(name, *given, seeds, positions, refused=refused, batches=False) if n else Route.COMPOSED
+        if route is Route.KERNEL:
+            return SpeculativeOutput(*in_turns(verified.speculative_sample, of_sequences, numbers, 1))
         if here:
             return SpeculativeOutput(*in_turns(verification.speculative_sample, of_sequences, numbers))
         return verification.speculative_sample(*of_sequences, **numbers)
@@ -217,23 +227,13 @@ def _of_rows(given: Tensor, n: int) -> Tensor:
 
 def _own_tokens(target_logits, drafts, options, seeds, positions):
     """The drafts that are the tokens that `sample` draws of all rows."""
-    n, k_and_1, n_cols = target_logits.shape
+    n, k_and_1, _ = target_logits.shape
     given: dict[str, Any] = {
         name: verification.of_rows(getattr(options, name), n, k_and_1) for name in _OF_ROWS
     }  # fmt: skip
     for name in ("logit_bias", "bitmask"):
-        each = getattr(options, name)
-        if each is not None and each.ndim > 1:
-            each = _of_rows(each, n).expand(n, k_and_1, -1).flatten(0, 1)
-        given[name] = each
-    of_sequence, of_row, _ = target_logits.stride()
-    if of_row > 0 and of_sequence % of_row == 0 and of_sequence > of_row * k_and_1 and n:  # of more rows, some
-        apart = of_sequence // of_row
-        logits = target_logits.as_strided(((n - 1) * apart + k_and_1, n_cols), target_logits.stride()[1:])
-        at = torch.arange(k_and_1, device=logits.device)
-        given["row_indices"] = (torch.arange(n, device=logits.device)[:, None] * apart + at).flatten()
-    else:
-        logits = target_logits.reshape(n * k_and_1, n_cols)
+        given[name] = rows_of_masks(getattr(options, name), n, k_and_1)
+    logits, given["row_indices"] = flattened(target_logits)
     drawn = sample(
         logits.detach(), **given, order=options.order, seed=seeds[:, None].expand(n, k_and_1).flatten(),
         position=(positions[:, None] + drafts.depth).flatten(), return_logprobs=options.return_logprobs,

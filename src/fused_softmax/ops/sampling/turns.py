@@ -19,7 +19,10 @@ _BYTES_OF_A_LOGIT = 128  # that torch's operations take at a time
 _ALIGNED = 16  # draws, after which rows of any dtype and length begin on 16 bytes as the first one does
 
 
-def in_turns(function: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: dict[str, Any]) -> Any:
+def in_turns(
+    function: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: dict[str, Any],
+    bytes_of_a_logit: int = _BYTES_OF_A_LOGIT,
+) -> Any:  # fmt: skip
     """What a function of torch's operations says of rows, some at a time: a tensor of rows, or a tuple of such.
 
     given: tensors of rows, or None. numbers: those that are tensors [n_rows] are of rows too.
@@ -27,7 +30,7 @@ def in_turns(function: Callable[..., Any], given: tuple[Tensor | None, ...], num
     rows = given[0]
     assert rows is not None
     n_rows = len(rows)
-    most = max(1, _MOST_BYTES // (_BYTES_OF_A_LOGIT * max(1, rows[:1].numel())))
+    most = max(1, _MOST_BYTES // (bytes_of_a_logit * max(1, rows[:1].numel())))
     if n_rows <= most:
         return function(*given, **numbers)
     found = []

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.ops.sampling import noise
-from fused_softmax.ops.sampling.reference import Judged, Number, drawn, exact_sum, judge, log_softmax, unpacked
+from fused_softmax.ops.sampling.reference import Number, drawn, exact_sum, judge, log_softmax, unpacked
 
 Verify = Literal["chain", "block", "tree"]
 
@@ -135,17 +135,12 @@ def speculative_sample(
         p = target.probs.unflatten(0, (n, n_rows))
         follow = _of_block if verify == "block" else _of_tree
         path, scale, less = follow(p, q, drafts, valid, seed, positions)
-        here = torch.arange(n, device=p.device) * n_rows + path.row
-        of_path = {
-            name: each[here] if isinstance(each, Tensor) and each.ndim else each for name, each in numbers.items()
-        }
         at = positions.gather(1, path.row[:, None]).squeeze(1)
-        own = drawn(x[here], Judged(*(each[here] for each in target)), **of_path, order=order, seed=seed, position=at)
         p, q = _row_of(p, path.row), _row_of(q, path.row)
         left = (scale[:, None] * p - less[:, None] * q).clamp(min=0.0)
         left = torch.where((left > 0).any(1, keepdim=True), left, p)  # of two equal distributions nothing is left
         other = noise.draw(left, seed, at, noise.RESIDUAL_GROUPS, noise.RESIDUAL_MEMBERS)
-        last = torch.where(less > 0, other, own)
+        last = torch.where(less > 0, other, noise.draw(p, seed, at))
     found = None
     if return_logprobs is not None:
         of_columns = (log_softmax(raw) if return_logprobs == "raw" else target.log_probs).view(n, n_rows * n_cols)

@@ -158,6 +158,8 @@ def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False, PAS
             x = widen(tl.load(D.ptr + cols, eviction_policy="evict_first"), tl.float32, K.ptx)
         else:
             x = widen(tl.load(D.ptr + cols), tl.float32, K.ptx)
+        if K.of_probs:
+            x = log_of_prob(x)
         if K.biased:
             x += tl.load(D.bias_ptr + cols).to(tl.float32)
         if K.bitmasked:
@@ -171,12 +173,20 @@ def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False, PAS
         else:
             on = there[:, None] & (cols < D.n_cols)
         x = widen(tl.load(D.ptr + cols, mask=on, other=NEG_INF), tl.float32, K.ptx)
+        if K.of_probs:
+            x = tl.where(on, log_of_prob(x), NEG_INF)
         if K.biased:
             x += tl.load(D.bias_ptr + cols, mask=on, other=0.0).to(tl.float32)
         if K.bitmasked:
             bits = tl.load(D.bitmask_ptr + first // 8, mask=there & (first < D.n_cols), other=0).to(tl.int32)
             x = tl.where((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1 == 1, x, NEG_INF)
         return x
+
+
+@triton.jit
+def log_of_prob(p):
+    """The logit of a probability; NaN where it is inf, as where it is negative or NaN."""
+    return tl.log(tl.where(p < INF, p, float("nan")))
 
 
 @triton.jit

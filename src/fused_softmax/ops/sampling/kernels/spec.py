@@ -21,6 +21,7 @@ class SampleSpec:
     wide: whether launches follow for rows whose boundary is lower, after a second look at twice as many lanes.
         sampled, turns: groups that they are told of it by, and how many times so many; listed: logits that it is sought
         among.
+    of_probs: whether the logits are the logarithms of what is read.
     grain_bits: of the order of a logit, those that follow from the others: 16-bit logits have fewer than fp32.
     follows: whether the launch may begin before the one before it has ended, and waits for what that wrote; leads:
         whether the one after it may begin so.
@@ -46,6 +47,7 @@ class SampleSpec:
     sampled: int = 512
     listed: int = 0
     grain_bits: int = 0
+    of_probs: bool = False
     ptx: bool = False
     follows: bool = False
     leads: bool = False
@@ -121,6 +123,31 @@ class SampleSpec:
     @property
     def room(self) -> int:
         return max(4, self.all_stretches)  # so that all begin on 16 bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifySpec:
+    """Of drafts that are verified: `rows` of the target for each sequence, and their judged rows and those of drafts.
+
+    most: a power of two, at least `rows`. stretches: of 1024 columns, that a program reads at a time. block: whether
+    all drafts are judged together.
+    """
+
+    target: SampleSpec
+    draft: SampleSpec
+    rows: int
+    stretches: int
+    block: bool = False
+    ptx: bool = False
+
+    @property
+    def most(self) -> int:
+        return 1 << (self.rows - 1).bit_length()
+
+    @property
+    def scales(self) -> int:
+        """fp32 of a sequence."""
+        return 2 + self.most
 
 
 @dataclass(frozen=True, kw_only=True)

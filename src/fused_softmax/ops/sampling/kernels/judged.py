@@ -1,0 +1,230 @@
+"""What filters keep of rows, without a draw: a row's record then has where it ends, its mass and the row's maximum.
+
+These say all of a row's distribution: `share_of` and `shares_at` give it. They are LEAST, KEPT and TOP of `row`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.exchange import let_next_begin, wait_for_launch_before
+from fused_softmax.core.kernels.state import NEG_INF
+from fused_softmax.ops.sampling.kernels.common import (
+    COLUMN_BITS,
+    INF,
+    LANES,
+    LOWEST,
+    STRETCH,
+    UNIT,
+    bounds_of_code,
+    calls_of,
+    code_of,
+    column_of,
+    draw_of,
+    factor_of,
+    filters_of,
+    kept_of,
+    logits_of,
+    order_of,
+    scratch_at,
+    sum_of_8,
+    value_of,
+    weight_at,
+)
+from fused_softmax.ops.sampling.kernels.kept import held_of, is_far, least_of_candidates
+from fused_softmax.ops.sampling.kernels.lanes import greatest_lanes, lane_maxima
+from fused_softmax.ops.sampling.kernels.row import (
+    DRAW_ONLY,
+    KEPT,
+    LEAST,
+    STATUS,
+    TOP,
+    amount_in_row,
+    begin_parts,
+    least_in_row,
+    only_inf,
+    row_state,
+)
+from fused_softmax.ops.sampling.kernels.wide import open_row
+
+
+class Judged(NamedTuple):
+    """A row D, its maximum m, the bounds B of what is kept, and what a weight counts of the sum of these."""
+
+    D: Any
+    m: Any
+    B: Any
+    share: Any
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_rows", "top_k"])
+def _judge(
+    scratch_ptr, logits_ptr, valid_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
+    min_p_ptr, strides, n_rows, n_cols, temperature, top_k, top_p, min_p, K: tl.constexpr,
+):  # fmt: skip
+    """The record of a row, from the lanes of the greatest maxima; or what the launches after it need."""
+    draw = tl.program_id(0).to(tl.int64)
+    D = draw_of(
+        logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols, temperature,
+        0, 0, 0, 0, draw, K,
+    )  # fmt: skip
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
+    record_ptr = scratch_ptr + draw * K.scratch
+    m, total, odd = row_state(scratch_ptr, draw, D, K)
+    F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
+    valid = D.valid & (F.p > 0)
+    tl.store(record_ptr + STATUS, 0)
+    least, mass = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS, total
+    known = tl.zeros([], tl.int32) == 0
+    if odd:
+        column, valid = only_inf(None, D, valid, K)
+        m = tl.full([], INF, tl.float32)
+        least, mass = code_of(m, column), (tl.zeros([], tl.float32) + UNIT).to(tl.int64)
+    else:
+        valid &= m > NEG_INF
+        known = (F.k == 0) & (F.p >= 1) & (F.least == LOWEST)
+        if valid & (known.to(tl.int32) == 0):
+            known = tl.zeros([], tl.int32) > 0
+            if K.ranked:
+                least, mass, known = judged(scratch_ptr, draw, D, F, K)
+            else:  # all from min-p's bound on
+                tl.store(record_ptr + STATUS, DRAW_ONLY)
+                tl.store(record_ptr + LEAST, F.least.to(tl.int64) << COLUMN_BITS)
+                tl.store(record_ptr + TOP, order_of(m).to(tl.int64))
+                begin_parts(record_ptr)
+    if known:
+        tl.store(record_ptr + TOP, order_of(m).to(tl.int64))
+        tl.store(record_ptr + LEAST, least)
+        tl.store(record_ptr + KEPT, mass)
+    tl.store(valid_ptr + draw, valid.to(tl.int8))
+
+
+@triton.jit
+def judged(scratch_ptr, draw, D, F, K: tl.constexpr):
+    """(the code of the last logit that is kept, the mass of all, whether they are known)."""
+    top = lane_maxima(scratch_ptr, draw, D, K)
+    least, mass = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    enough, near, known = F.k < 0, F.k < 0, tl.zeros([], tl.int32)
+    if not is_far(top, D, F, K):
+        least, mass, enough, near, known = judged_among(top, None, scratch_ptr, draw, D, F, K)
+    if not enough:
+        tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
+        if K.wide:
+            if near:
+                least, mass, enough = judged_among_more(known, scratch_ptr, draw, D, F, K)
+            if not enough:
+                open_row(scratch_ptr + draw * K.scratch, D, F, K)
+        else:
+            least = least_in_row(D, F, K)
+            tl.debug_barrier()
+            _, mass = amount_in_row(D, F.m, bounds_of_code(least), K)
+            enough = F.k >= 0
+    return least, mass, enough
+
+
+@triton.jit(noinline=True)
+def judged_among_more(known, scratch_ptr, draw, D, F, K: tl.constexpr):
+    """As `judged_among`, of twice as many lanes. All that is kept from the order `known` on was looked at before."""
+    MORE: tl.constexpr = K.more
+    top = lane_maxima(scratch_ptr, draw, D, K)
+    least, mass, enough, _, _ = judged_among(top, known, scratch_ptr, draw, D, F, MORE)
+    return least, mass, enough
+
+
+@triton.jit
+def judged_among(top, cut, scratch_ptr, draw, D, F, K: tl.constexpr):
+    """(the code of the last logit that is kept, the mass of all; whether all that decides them is known; or else is
+    near; the order from which on it is known), of K.capacity lanes.
+    """
+    call, known = greatest_lanes(top, D, F, K)
+    there = call >= 0
+    H = held_of(tl.maximum(call, 0), there, D, K)
+    least, enough, near, known = least_of_candidates(H, known, cut, scratch_ptr, draw, D, F, K)
+    least = tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS)
+    mass = tl.zeros([], tl.int64)
+    if enough:
+        B = bounds_of_code(least)
+        of_lanes = mass_within(H.x_0, column_of(H.call, 0), D, F.m, B)
+        of_lanes += mass_within(H.x_1, column_of(H.call, 1), D, F.m, B)
+        of_lanes += mass_within(H.x_2, column_of(H.call, 2), D, F.m, B)
+        of_lanes += mass_within(H.x_3, column_of(H.call, 3), D, F.m, B)
+        mass = tl.sum(of_lanes, axis=0)
+    return least, mass, enough, near, known
+
+
+@triton.jit
+def mass_within(x, first, D, m, B):
+    """The mass of each group of what is within bounds, in units."""
+    kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B)
+    return (sum_of_8(tl.where(kept, weight_at(x, m, D), 0.0)) * UNIT).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["n_cols", "n_parts", "n_rows", "part_stretches"])
+def _sum_kept(
+    scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, n_parts,
+    part_stretches, temperature, K: tl.constexpr,
+):  # fmt: skip
+    """Adds the mass of a part of an open row to its record; a lane whose maximum is not kept is not read."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
+    program = tl.program_id(0)
+    draw = (program // n_parts).to(tl.int64)
+    record_ptr = scratch_ptr + draw * K.scratch
+    if tl.load(record_ptr + STATUS) > 0:
+        D = draw_of(
+            logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols,
+            temperature, 0, 0, 0, 0, draw, K,
+        )  # fmt: skip
+        m, B = value_of(tl.load(record_ptr + TOP).to(tl.int32)), bounds_of_code(tl.load(record_ptr + LEAST))
+        start = program % n_parts * part_stretches
+        end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
+        tops_ptr = scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K)
+        mass = tl.zeros([K.stretches * LANES], tl.int64)
+        for stretch in range(start, end, K.stretches):
+            call = calls_of(stretch, K)
+            there = call < end * LANES
+            there = there & (tl.load(tops_ptr + call, mask=there, other=NEG_INF) >= B.x)
+            for quarter in tl.static_range(4):
+                first = column_of(call, quarter)
+                mass += mass_within(logits_of(D, first, there, K), first, D, m, B)
+        tl.atomic_add(record_ptr + KEPT, tl.sum(mass, axis=0), sem="relaxed")
+
+
+@triton.jit
+def judged_row(D, scratch_ptr, draw, K: tl.constexpr):
+    """A row whose record is known."""
+    record_ptr = scratch_ptr + draw * K.scratch
+    m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
+    return Judged(D, m, bounds_of_code(tl.load(record_ptr + LEAST)), share_of_unit(tl.load(record_ptr + KEPT)))
+
+
+@triton.jit
+def share_of_unit(kept):
+    """What a weight of 1 counts of a mass in units."""
+    return (tl.full([], UNIT, tl.float64) / kept.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def share_of(J, first, there, K: tl.constexpr):
+    """The probabilities [lanes, 8] of groups of a judged row; 0 past its end, and where `there` is not."""
+    x = logits_of(J.D, first, there, K)
+    kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], J.B)
+    return tl.where(kept, share_at(x, J.m, J.D.factor) * J.share, 0.0)
+
+
+@triton.jit
+def share_at(x, m, factor):
+    """The weights of logits: 1 where they are the maximum, which may be inf."""
+    return tl.where(x == m, 1.0, tl.exp2((x - m) * factor))
+
+
+@triton.jit
+def shares_at(scratch_ptr, draws, x, cols, temperature, on, K: tl.constexpr):
+    """The probabilities of one logit of each of several rows, `on` those that are judged."""
+    record_ptr = scratch_ptr + draws * K.scratch
+    m = value_of(tl.load(record_ptr + TOP, mask=on, other=0).to(tl.int32))
+    least, kept = tl.load(record_ptr + LEAST, mask=on, other=0), tl.load(record_ptr + KEPT, mask=on, other=1)
+    weight = tl.where(code_of(x, cols) >= least, share_at(x, m, factor_of(temperature)), 0.0)
+    return tl.where(on, weight * share_of_unit(kept), 0.0)
