@@ -5,8 +5,8 @@ ask for stands in tensors on the device, a row a place, so a step is the same fe
 for the device only to read the tokens. On a GPU the model and the sampler are a CUDA graph each.
 
 There are two batches. In one, `sample` draws a token for each place. In the other, the model judges several drafts of a
-place at once, and `speculative_sample` keeps those that `sample` would have drawn, by filters and a seed alone. A draft
-costs no model: it is what last followed the same token.
+place at once, and `speculative_sample` keeps those that `sample` would have drawn. A draft costs no model: it is what
+last followed the same token.
 
 A token depends on its request's logits, parameters, seed and position alone: a request gets the same tokens in a full
 batch, with drafts, and alone without them, which this program shows. It prints tokens per second, and how much of a
@@ -62,8 +62,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.speculative and (self.penalized or self.forbidden or self.wants_logprobs):
-            raise ValueError("a speculative request has no penalties, no grammar and no log-probabilities")
+        if self.speculative and self.penalized:
+            raise ValueError("a speculative request has no penalties, which would change from draft to draft")
 
     @property
     def penalized(self) -> bool:
@@ -86,7 +86,8 @@ class Batch:
         self.ids = self.full(-1, n, longest)
         # What followed each token, -1 where nothing did. The last entry, which -1 finds, stays -1.
         self.followed = self.full(-1, model[1].out_features + 1)
-        self.tokens, self.valid, self.logprobs = self.full(-1, n, n_drafts + 1), self.full(True, n), self.full(0.0, n)
+        self.tokens, self.logprobs = self.full(-1, n, n_drafts + 1), self.full(0.0, n, n_drafts + 1)
+        self.valid = self.full(True, n)
         self.calls: Counter[tuple] = Counter()
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
@@ -139,34 +140,35 @@ class Batch:
         self.logits = self.model(self.given.clamp(min=0))  # [n, n_drafts + 1, vocab]
 
     def draw(self, penalized: bool, wants_logprobs: bool) -> None:
-        asked = {name: self.numbers[name] for name in FILTERS} | {"position": self.length}
+        asked = {name: self.numbers[name] for name in FILTERS} | {"position": self.length, "bitmask": self.possible}
+        asked |= {"return_logprobs": "raw"} if wants_logprobs else {}
         if self.n_drafts:
-            tokens, n_accepted, valid = speculative_sample(self.logits, self.given[:, 1:], **asked)
+            drawn = speculative_sample(self.logits, self.given[:, 1:], **asked)
+            tokens, logprobs = drawn.tokens, drawn.logprobs
             before = torch.cat((self.last[:, None], tokens[:, :-1]), 1)
             self.followed[torch.where(tokens < 0, -1, before)] = tokens
-            self.last.copy_(tokens.gather(1, n_accepted[:, None]).squeeze(1))
-            self.length += n_accepted + 1
+            self.last.copy_(tokens.gather(1, drawn.n_accepted[:, None]).squeeze(1))
+            self.length += drawn.n_accepted + 1
         else:
             asked |= {"token_ids": self.ids} | {name: self.numbers[name] for name in PENALTIES} if penalized else {}
-            asked |= {"return_logprobs": "raw"} if wants_logprobs else {}
-            drawn = sample(self.logits[:, 0], **asked, bitmask=self.possible, out=self.last)
-            tokens, valid = drawn.tokens[:, None], drawn.valid
-            if drawn.logprobs is not None:
-                self.logprobs.copy_(drawn.logprobs)
+            drawn = sample(self.logits[:, 0], **asked, out=self.last)
+            tokens, logprobs = drawn.tokens[:, None], None if drawn.logprobs is None else drawn.logprobs[:, None]
             # A place that nobody has goes on, and stays within its row.
             self.ids.scatter_(1, self.length.clamp(max=self.ids.shape[1] - 1)[:, None], tokens)
             self.length += 1
+        if logprobs is not None:
+            self.logprobs.copy_(logprobs)
         self.tokens.copy_(tokens)
-        self.valid.copy_(valid)
+        self.valid.copy_(drawn.valid)
 
     def collect(self) -> Counter[str]:
         """Give each request its tokens, and let go of those that are done: how many tokens, and the parts' seconds."""
         n_tokens, found = 0, (self.tokens.tolist(), self.valid.tolist(), self.logprobs.tolist())  # here the host waits
-        for place, (request, row, valid, logprob) in enumerate(zip(self.there, *found, strict=True)):
+        for place, (request, row, valid, logprobs) in enumerate(zip(self.there, *found, strict=True)):
             if request is not None:
                 n_new = min(sum(token >= 0 for token in row) - (not valid), request.n_tokens - len(request.tokens))
                 request.tokens += row[:n_new]
-                request.logprobs += [logprob] * (request.wants_logprobs and n_new)
+                request.logprobs += logprobs[:n_new] if request.wants_logprobs else []
                 n_tokens += n_new
                 if len(request.tokens) == request.n_tokens or not valid:
                     self.there[place] = None
@@ -218,10 +220,11 @@ def users(n: int, vocab: int, most_tokens: int) -> list[Request]:
     """n requests of every kind. Two arrive in each step, and they stay for different times."""
     kinds = [
         {}, {"temperature": 0.0, "speculative": True}, {"top_k": 5}, {"top_p": 0.9, "temperature": 0.7},
-        {"temperature": 0.3, "top_p": 0.9, "speculative": True}, {"min_p": 0.1, "wants_logprobs": True},
+        {"temperature": 0.3, "top_p": 0.9, "speculative": True, "wants_logprobs": True},
+        {"min_p": 0.1, "wants_logprobs": True},
         {"forbidden": tuple(range(vocab // 2)), "temperature": 0.8},
         {"repetition": 1.3, "presence": 0.5, "frequency": 0.2, "top_k": 20, "wants_logprobs": True},
-        {"temperature": 0.5, "top_k": 8, "min_p": 0.05, "speculative": True},
+        {"temperature": 0.5, "top_k": 8, "min_p": 0.05, "forbidden": (0, vocab - 1), "speculative": True},
     ]  # fmt: skip
     return [
         Request((i % vocab, 7 * i % vocab), max(1, most_tokens - i % 3), i // 2, seed=100 + i, **kinds[i % len(kinds)])

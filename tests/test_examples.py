@@ -19,6 +19,7 @@ from products import one_in
 import fused_softmax
 from fused_softmax.core.route import Route
 from fused_softmax.ops.sampling import sample as sampling
+from fused_softmax.ops.sampling import speculative
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -209,7 +210,7 @@ def server_is_right(server_step, model, n_tokens):
 def torchs(monkeypatch):
     """Tokens drawn by torch's operations, which on a CPU are quicker than interpreted kernels."""
     monkeypatch.setattr(sampling, "route_of", lambda *tensors, **_: Route.COMPOSED)
-    monkeypatch.setattr(sampling, "runs_here", lambda *tensors: False)
+    monkeypatch.setattr(speculative, "runs_here", lambda *tensors: False)
 
 
 def test_a_servers_tokens_are_those_of_sample_by_hand(server_step, torchs):
@@ -221,7 +222,7 @@ def test_a_servers_tokens_are_those_of_sample_by_hand(server_step, torchs):
 def test_a_servers_graphs_give_the_tokens_of_sample_by_hand(server_step):
     plain, drafted = server_is_right(server_step, server_step.model_of(5000, 64, "cuda"), 12)
     assert {("forward",), ("draw", True, True)} <= set(plain.graphs)
-    assert set(drafted.graphs) == {("forward",), ("draw", False, False)}
+    assert {("forward",), ("draw", False, True)} <= set(drafted.graphs)
 
 
 def test_a_request_waits_for_its_step_and_for_a_place(server_step, torchs, monkeypatch):
@@ -248,10 +249,9 @@ def test_drafts_save_steps(server_step, torchs):
     assert request.tokens == by_hand(server_step, request, model)[0]
 
 
-def test_a_speculative_request_may_not_ask_for_what_drafts_do_not_have(server_step):
-    for asked in ({"frequency": 0.1}, {"forbidden": (1,)}, {"wants_logprobs": True}):
-        with pytest.raises(ValueError, match="a speculative request has no penalties"):
-            server_step.Request((1,), 1, speculative=True, **asked)
+def test_a_speculative_request_may_not_ask_for_penalties(server_step):
+    with pytest.raises(ValueError, match="a speculative request has no penalties"):
+        server_step.Request((1,), 1, speculative=True, frequency=0.1)
 
 
 @pytest.mark.parametrize("n_drafts", [0, 2])
