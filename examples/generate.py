@@ -1,8 +1,7 @@
 """Draw the tokens of Hugging Face's generate() by fused_softmax.sample.
 
-`Sampler` is a LogitsProcessor. It draws a token of each row and leaves it as the only one that is possible, so
-generate() takes it where it would take the greatest logit: call it with do_sample=False and without warpers of its own.
-A sequence has a seed, and a token's position is its place in the sequence. So a prompt gives the same tokens whatever
+It takes one argument more: custom_generate=hf.sampler(seed). All else is generate()'s own, such as its filters. A
+sequence has a seed, and a token's position is its place in the sequence. So a prompt gives the same tokens whatever
 other prompts are generated beside it.
 
 Beside the tokens it prints two figures, and draws both: how long a new token takes with this sampler and with Hugging
@@ -18,6 +17,7 @@ says nothing.
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +28,25 @@ from options import real, whole
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.generation import (
-    LogitsProcessor,
-    LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from fused_softmax import sample
+from fused_softmax import hf, sample
 
 
-class Sampler(LogitsProcessor):
-    """A row's draw in place of its scores.
-
-    seeds: int64 [n_rows], one a sequence. filters: temperature, top_k, top_p and min_p, as `sample` takes them.
-    """
-
-    def __init__(self, seeds: Tensor, **filters: Any):
-        self.seeds, self.filters = seeds, filters
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids: int64 [n_rows, length]. scores: [n_rows, vocab]. Returns -inf, and 0 at each row's token."""
-        tokens = sample(scores, **self.filters, seed=self.seeds, position=input_ids.shape[1]).tokens
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
-
-
-def generate(model: Any, input_ids: Tensor, seeds: Tensor, new_tokens: int, **filters: Any) -> Tensor:
-    """Tokens [n_rows, length + new_tokens] of prompts [n_rows, length]."""
+def generate(model: Any, input_ids: Tensor, new_tokens: int, filters: dict[str, Any], by: Any = None) -> Tensor:
+    """Tokens [n_rows, length + new_tokens] of prompts [n_rows, length]. by: a sampler; None is generate()'s own."""
     return model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
         max_new_tokens=new_tokens,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([Sampler(seeds, **filters)]),
+        do_sample=True,
         pad_token_id=model.config.eos_token_id,
+        custom_generate=by,
+        **{"top_k": 0, "top_p": 1.0} | filters,  # or it takes the model's own
     )
 
 
@@ -91,39 +75,24 @@ class Figures:
 
 
 def measure(model: Any, prompt: Tensor, new_tokens: int, draws: int, filters: dict[str, Any]) -> Figures:
-    """prompt: [1, length]. filters: as `sample` takes them, of which those that are None are off."""
-    given = {name: value for name, value in filters.items() if value is not None}
-    seeds = torch.zeros(1, dtype=torch.int64, device=prompt.device)
-
-    def by_transformers() -> Tensor:
-        off = {"top_k": 0, "top_p": 1.0}  # or it takes the model's own
-        mask, pad = torch.ones_like(prompt), model.config.eos_token_id
-        return model.generate(
-            prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=True, pad_token_id=pad, **off | given
-        )  # fmt: skip
-
-    samplers = {
-        "fused_softmax": lambda: generate(model, prompt, seeds, new_tokens, **filters),
-        "transformers": by_transformers,
+    """prompt: [1, length]. filters: as generate() takes them."""
+    samplers = {"fused_softmax": hf.sampler(0), "transformers": None}
+    us = {
+        name: seconds_of(partial(generate, model, prompt, new_tokens, filters, by)) / new_tokens * 1e6
+        for name, by in samplers.items()
     }
-    us = {name: seconds_of(sampler) / new_tokens * 1e6 for name, sampler in samplers.items()}
     with torch.no_grad():
         scores = model(prompt).logits[:, -1].float()
-    tokens = sample(scores.expand(draws, -1), **filters, seed=seeds.expand(draws), position=positions(draws, prompt))
-    drawn = torch.bincount(tokens.tokens, minlength=scores.shape[1]) / draws
+    tokens = sample(scores.expand(draws, -1), **filters, seed=0).tokens  # row i has position i
+    drawn = torch.bincount(tokens, minlength=scores.shape[1]) / draws
     kinds = {
         "temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper,
         "min_p": MinPLogitsWarper,
     }  # fmt: skip
     for name, kind in kinds.items():
-        if name in given:
-            scores = kind(given[name])(prompt, scores)
+        if name in filters:
+            scores = kind(filters[name])(prompt, scores)
     return Figures(us, scores.softmax(-1)[0].cpu(), drawn.cpu())
-
-
-def positions(count: int, like: Tensor) -> Tensor:
-    """One a draw: rows that share a seed need positions of their own."""
-    return torch.arange(count, device=like.device)
 
 
 def seconds_of(call: Any) -> float:
@@ -195,7 +164,8 @@ def main(arguments: list[str] | None = None) -> list[list[int]]:
         parser.error("--prompt is one of --model, which is not given")
     if not all(given.prompt):
         parser.error("--prompt must have text")
-    filters = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    names = "temperature", "top_k", "top_p", "min_p"
+    filters = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     try:
         if given.model:
             require_model(given.model)
@@ -210,8 +180,8 @@ def main(arguments: list[str] | None = None) -> list[list[int]]:
         prompts = [tokenizer(text, return_tensors="pt").input_ids[0] for text in given.prompt or ["The sea"]]
     found = []
     for i, prompt in enumerate(prompts):
-        seeds = torch.tensor([given.seed + i], device=given.device)
-        found += generate(model, prompt[None].to(given.device), seeds, given.new_tokens, **filters).tolist()
+        by = hf.sampler(given.seed + i)
+        found += generate(model, prompt[None].to(given.device), given.new_tokens, filters, by).tolist()
         print(tokenizer.decode(found[-1]) if tokenizer else found[-1])
     figures = measure(model, prompts[0][None].to(given.device), given.new_tokens, given.draws, filters)
     print("a new token takes " + ", ".join(f"{us:.0f} us by {name}" for name, us in figures.us.items()))

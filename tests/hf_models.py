@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fused_softmax import hf
+from fused_softmax.hf import attention as hf
 
 VOCABULARY, LENGTH = 120, 12
 FACTORS = (16, 8, 4, 2, 1)  # by which sizes are divided: the first under which a model can be built

@@ -27,8 +27,8 @@ QUICK = False
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
 GUARDS = {
     "attention_vmap": 16, "bench_shards": 24, "cold": 1, "compiled_options": 12, "docs": 1, "examples": 1,
-    "family_compiles": 1, "fingerprint": 1, "fp8_compiles": 1, "front_door": 1, "fuzz": 1, "hf": 16, "hf_sweep": 64,
-    "host": 1, "imports": 1, "interrupts": 1, "layouts_compile": 1, "library": 16, "library_losses": 16,
+    "family_compiles": 1, "fingerprint": 1, "fp8_compiles": 1, "front_door": 1, "fuzz": 1, "hf": 16, "hf_generate": 4,
+    "hf_sweep": 64, "host": 1, "imports": 1, "interrupts": 1, "layouts_compile": 1, "library": 16, "library_losses": 16,
     "library_sampling": 8, "losses_compile": 1, "losses_fuzz": 1, "multihead": 16, "names": 1, "opinfo": 16,
     "opinfo_losses": 16, "page": 12, "peers": 48, "peers_gathered": 8, "peers_runner": 1, "peers_waits": 1,
     "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "sampling_turns": 8, "sampling_verification": 1,

@@ -1,5 +1,5 @@
 """The examples run: tiny trainings, alone, over two ranks, of a bias and by rewards; generate() by our sampler, and a
-server's step.
+server's loop.
 """
 
 import errno
@@ -15,6 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from products import one_in
+
+import fused_softmax
+from fused_softmax.core.route import Route
+from fused_softmax.ops.sampling import sample as sampling
+from fused_softmax.ops.sampling import speculative
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -117,16 +122,12 @@ def test_bad_options_are_named(options, message, train_tiny, capsys):
 
 def test_generate_draws_by_our_sampler_and_a_prompt_alone_as_beside_others(generate, device, capsys):
     model = generate.tiny_model().to(device).eval()
-    prompts, seeds = torch.tensor([[1, 2, 3], [4, 5, 6]], device=device), torch.tensor([7, 8], device=device)
-    filters = {"temperature": 0.8, "top_k": 20}
-    both = generate.generate(model, prompts, seeds, 4, **filters)
+    prompts, filters = torch.tensor([[1, 2, 3], [4, 5, 6]], device=device), {"temperature": 0.8, "top_k": 20}
+    both = generate.generate(model, prompts, 4, filters, generate.hf.sampler(7))
     assert both.shape == (2, 7)
     for i in range(2):
-        assert torch.equal(
-            generate.generate(model, prompts[i : i + 1], seeds[i : i + 1], 4, **filters), both[i : i + 1]
-        )
-    greedy = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False)
-    assert torch.equal(generate.generate(model, prompts, seeds, 4, temperature=0.0), greedy)
+        alone = generate.generate(model, prompts[i : i + 1], 4, filters, generate.hf.sampler(7 + i))
+        assert torch.equal(alone, both[i : i + 1])
 
 
 @pytest.mark.exhaustive
@@ -143,8 +144,7 @@ def test_generates_draws_have_the_probabilities_of_transformers_filters_and_are_
     assert out.read_bytes().startswith(b"\x89PNG")
     model, prompt = generate.tiny_model().to(device).eval(), torch.tensor([[1, 2, 3]], device=device)
     peaked, flat = (
-        generate.measure(model, prompt, 1, 100, {"temperature": temperature, "top_k": 4, "top_p": None, "min_p": None})
-        for temperature in (0.05, 1.0)
+        generate.measure(model, prompt, 1, 100, {"temperature": temperature, "top_k": 4}) for temperature in (0.05, 1.0)
     )
     for figures in (peaked, flat):
         assert (figures.expected > 0).sum() <= 4
@@ -153,22 +153,123 @@ def test_generates_draws_have_the_probabilities_of_transformers_filters_and_are_
     assert peaked.expected.max() > flat.expected.max()
 
 
-def test_a_servers_step_gives_a_request_the_same_tokens_in_a_batch_and_alone(server_step, device, capsys):
-    found = server_step.main(["--places", "2", "--requests", "5", "--steps", "2", "--device", device])
-    assert [len(request.tokens) for request in found] == [2] * 5
+def test_a_server_gives_a_request_the_same_tokens_in_a_batch_with_drafts_and_alone(server_step, device, capsys):
+    """Nine requests are one of each kind. They share two places, and the last arrives when the first have left."""
+    sizes = ["--places", "2", "--requests", "9", "--steps", "3", "--drafts", "2", "--vocab", "40"]
+    found = server_step.main([*sizes, "--device", device])
+    assert [len(request.tokens) for request in found] == [3, 2, 1] * 3
     said = capsys.readouterr().out
-    assert said.count("as alone") == 5
+    assert said.count("as alone") == 9
     assert "but alone" not in said
+    assert re.search(r"tokens/s, .* ms a step; of model and sampler, the sampler takes \d+%", said)
 
 
-def test_a_server_draws_what_a_grammar_allows_and_ends_what_it_cannot_draw(server_step, device):
-    table = torch.zeros(40, 40, device=device)
-    allowed = server_step.Request(prompt=3, forbidden=tuple(c for c in range(40) if c not in (7, 33)))
-    nothing = server_step.Request(prompt=3, forbidden=tuple(range(64)))
-    server_step.serve([allowed, nothing], 2, 3, table)
+def by_hand(server_step, request, model):
+    """(tokens, log-probabilities) of a request, by a call of sample a token, of numbers and without a batch."""
+    ids, logprobs = list(request.prompt), []
+    penalties = {name: getattr(request, name) for name in server_step.PENALTIES} if request.penalized else {}
+    for _ in range(request.n_tokens):
+        logits = model(torch.tensor(ids[-1:], device=model[1].weight.device))
+        if penalties:
+            penalties["token_ids"] = torch.tensor([ids], device=logits.device)
+        drawn = fused_softmax.sample(
+            logits, request.temperature, request.top_k, request.top_p, request.min_p, seed=request.seed,
+            position=len(ids), bitmask=server_step.bitmask(request.forbidden, logits.shape[1]).to(logits.device)[None],
+            return_logprobs="raw", **penalties,
+        )  # fmt: skip
+        ids.append(drawn.tokens.item())
+        logprobs.append(drawn.logprobs.item())
+    return ids[len(request.prompt) :], logprobs
+
+
+def in_steps(batch, requests):
+    """How many steps a batch took for requests that come as soon as there is a place."""
+    waiting, n_steps = list(requests), 0
+    while waiting or any(batch.there):
+        waiting = [request for request in waiting if not batch.put(request)]
+        batch.launch()
+        batch.collect()
+        n_steps += 1
+    return n_steps
+
+
+def server_is_right(server_step, model, n_tokens):
+    """Serve every kind of request in batches of 3 places, and compare each with calls by hand: the two batches."""
+    requests = server_step.users(18, model[1].out_features, n_tokens)
+    batches = [server_step.Batch(3, model, n_tokens + 2), server_step.Batch(3, model, n_tokens + 2, 2)]
+    for batch in batches:
+        in_steps(batch, [each for each in requests if each.speculative == bool(batch.n_drafts)])
+    for request in requests:
+        tokens, logprobs = by_hand(server_step, request, model)
+        assert request.tokens == tokens, request
+        assert request.logprobs == pytest.approx(logprobs if request.wants_logprobs else [], abs=1e-5)
+    return batches
+
+
+@pytest.fixture
+def torchs(monkeypatch):
+    """Tokens drawn by torch's operations, which on a CPU are quicker than interpreted kernels."""
+    monkeypatch.setattr(sampling, "route_of", lambda *tensors, **_: Route.COMPOSED)
+    monkeypatch.setattr(speculative, "runs_here", lambda *tensors: False)
+
+
+def test_a_servers_tokens_are_those_of_sample_by_hand(server_step, torchs):
+    """Of filters, a grammar, penalties of the own prompt and output, and drafts."""
+    server_is_right(server_step, server_step.model_of(40, 16, "cpu"), 8)
+
+
+@pytest.mark.gpu
+def test_a_servers_graphs_give_the_tokens_of_sample_by_hand(server_step):
+    plain, drafted = server_is_right(server_step, server_step.model_of(5000, 64, "cuda"), 12)
+    assert {("forward",), ("draw", True, True)} <= set(plain.graphs)
+    assert {("forward",), ("draw", False, True)} <= set(drafted.graphs)
+
+
+def test_a_request_waits_for_its_step_and_for_a_place(server_step, torchs, monkeypatch):
+    launch, there = server_step.Batch.launch, []
+
+    def watched(batch):
+        if not batch.n_drafts:
+            there.append([each and each.seed for each in batch.there])
+        return launch(batch)
+
+    monkeypatch.setattr(server_step.Batch, "launch", watched)
+    first, second = (server_step.Request((1,), 2, seed=seed) for seed in (1, 2))
+    late = server_step.Request((1,), 1, arrives=6, seed=3)
+    server_step.serve([late, first, second], 1, server_step.model_of(40, 16, "cpu"), 1)
+    assert there == [[1], [1], [2], [2], [None], [None], [3], [None]]
+    assert [len(each.tokens) for each in (first, second, late)] == [2, 2, 1]
+
+
+def test_drafts_save_steps(server_step, torchs):
+    """What follows a token here is always the same, so that from its second round on every draft is right."""
+    model = server_step.model_of(7, 16, "cpu")
+    request = server_step.Request((3, 1), 40, temperature=0.0, speculative=True)
+    assert in_steps(server_step.Batch(2, model, 42, 3), [request]) <= 18
+    assert request.tokens == by_hand(server_step, request, model)[0]
+
+
+def test_a_speculative_request_may_not_ask_for_penalties(server_step):
+    with pytest.raises(ValueError, match="a speculative request has no penalties"):
+        server_step.Request((1,), 1, speculative=True, frequency=0.1)
+
+
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_a_server_ends_what_it_cannot_draw(server_step, n_drafts, device):
+    model = server_step.model_of(40, 16, device)
+    model[1].weight[:, 0] = torch.nan
+    request, batch = server_step.Request((3,), 3), server_step.Batch(2, model, 4, n_drafts)
+    assert (in_steps(batch, [request]), request.tokens) == (1, [])
+
+
+def test_a_server_draws_what_a_grammar_allows_and_ends_an_empty_one(server_step, device):
+    model = server_step.model_of(40, 16, device)
+    allowed = server_step.Request((3,), 3, forbidden=tuple(c for c in range(40) if c not in (7, 33)))
+    nothing = server_step.Request((3,), 3, forbidden=tuple(range(40)))
+    server_step.serve([allowed, nothing], 2, model, 0)
     assert set(allowed.tokens) <= {7, 33}
     assert len(allowed.tokens) == 3
-    assert nothing.tokens == [0]
+    assert nothing.tokens == []
 
 
 def test_a_vocabulary_over_two_ranks_is_learnt_as_by_one(two_ranks, tmp_path, capsys):
@@ -294,7 +395,9 @@ WRONG = {
         **dict.fromkeys(("ranks", "steps", "vocab", "hidden", "tokens", "length"), WHOLE),
         "dtype": ("bfloat16",), "out": PICTURES,
     },
-    "server_step": dict.fromkeys(("places", "requests", "steps", "vocab"), WHOLE),
+    "server_step": {
+        **dict.fromkeys(("places", "requests", "steps", "vocab", "hidden"), WHOLE), "drafts": WHOLE[1:],
+    },
 }  # fmt: skip
 ABSENT = {"device": ("", "nope", "cuda:x", "cuda:999", "cpu:1")}
 

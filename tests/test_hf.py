@@ -12,8 +12,8 @@ import transformers
 from transformers import AttentionInterface, masking_utils
 
 import fused_softmax
-from fused_softmax import hf
 from fused_softmax.core.route import Route
+from fused_softmax.hf import attention as hf
 from fused_softmax.ops.attention import attention as attention_ops
 
 PAD = 0

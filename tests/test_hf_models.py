@@ -11,8 +11,8 @@ import hf_models
 import transformers
 from transformers import PreTrainedModel
 
-from fused_softmax import hf
 from fused_softmax.core.route import Route
+from fused_softmax.hf import attention as hf
 from fused_softmax.ops.attention import attention as attention_ops
 
 # Of each way to come by attention, one whose fault would show: its own code, its own code by name, the interface beside

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 import hf_models
 
-from fused_softmax import hf
 from fused_softmax.core.route import Route
+from fused_softmax.hf import attention as hf
 from fused_softmax.ops.attention import attention as attention_ops
 
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src/fused_softmax"
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
-    if path.stem != "hf" or find_spec("transformers")
+    if "hf" not in path.parts or find_spec("transformers")
 )
 PARTS = {path.stem for path in PACKAGE.iterdir()}
 PUBLIC = "fused_softmax"  # the package's own names, which its __init__ takes from ops, nn and register

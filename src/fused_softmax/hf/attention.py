@@ -1,7 +1,4 @@
-"""Hugging Face's models by `attention`: after register(), attn_implementation="fused_softmax" is one of transformers'.
-
-transformers is an extra: without it this module raises ImportError.
-"""
+"""transformers' models by `attention`: after register(), attn_implementation="fused_softmax" is one of theirs."""
 
 import inspect
 import re
@@ -9,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, wraps
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +15,6 @@ from torch.compiler import is_compiling
 import fused_softmax.register.library  # noqa: F401  # for whoever compiles or exports a model
 from fused_softmax.ops.attention.attention import attention
 
-if find_spec("transformers") is None:
-    raise ImportError(
-        "fused_softmax.hf needs the transformers package, which is not installed: pip install 'fused-softmax[hf]'"
-    )
-
-__all__ = ["attention_forward", "attention_mask", "register"]
 NAME = "fused_softmax"
 # Arguments by which a model says which keys are seen, and a kernel of its own obeys.
 _UNKNOWN = {
