@@ -145,6 +145,8 @@ def _follow(
     draft_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """How far a chain is accepted; of a block, what its drafts are judged by."""
+    TARGET: tl.constexpr = K.target
+    DRAFT: tl.constexpr = K.draft
     sequence = tl.program_id(0).to(tl.int64)
     T = Rows(
         scratch_ptr, valid_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, target_rows,
@@ -160,8 +162,8 @@ def _follow(
     valid = (tl.load(valid_ptr + draws, mask=i < K.rows, other=0) > 0) & F.right
     valid = valid & ((tl.load(draft_valid_ptr + drafted, mask=F.there, other=0) > 0) | (F.there.to(tl.int32) == 0))
     on = F.there & valid
-    p = probabilities_at(T, draws, F.col, on, K.target)
-    q = probabilities_at(G, drafted, F.col, on, K.draft)
+    p = probabilities_at(T, draws, F.col, on, TARGET)
+    q = probabilities_at(G, drafted, F.col, on, DRAFT)
     end = tl.min(tl.where(on, K.most, i), axis=0)
     if K.block:
         ratio = tl.where(q > 0, p / tl.where(q > 0, q, 1.0), tl.where(p > 0, 1e38, 0.0))
@@ -170,7 +172,7 @@ def _follow(
             a = tl.minimum(a * tl.sum(tl.where(i == j, ratio, 0.0), axis=0), 1.0)
             of_rows = tl.where(i == j + 1, a, of_rows)
         tl.store(scales_ptr + sequence * K.scales + 2 + i, of_rows)
-        tl.store(lefts_ptr + sequence * K.most + i, tl.zeros([K.most], tl.int64))
+        tl.store(lefts_ptr + sequence * K.most + i, tl.full([K.most], 0, tl.int64))
         tl.store(numbers_ptr + sequence * NUMBERS + END, end.to(tl.int64))
         tl.store(tokens_ptr + sequence * K.rows + i, valid.to(tl.int64), mask=i < K.rows)  # until `_settle`
     else:
@@ -216,6 +218,8 @@ def _sum_left(
     draft_rows, n_cols, n_parts, part_stretches, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """Of a part of a block's row: the mass of what would be left at it."""
+    TARGET: tl.constexpr = K.target
+    DRAFT: tl.constexpr = K.draft
     program = tl.program_id(0)
     part, of_rows = program % n_parts, program // n_parts
     row, sequence = (1 + of_rows % (K.rows - 2)).to(tl.int64), (of_rows // (K.rows - 2)).to(tl.int64)
@@ -228,8 +232,8 @@ def _sum_left(
             draft_scratch_ptr, None, draft_logits_ptr, None, None, draft_rows_ptr, draft_temperature_ptr, draft_strides,
             draft_rows, n_cols, of_drafts(temperature, K),
         )  # fmt: skip
-        P = row_at(T, sequence * K.rows + row, K.target)
-        Q = row_at(G, sequence * (K.rows - 1) + row, K.draft)
+        P = row_at(T, sequence * K.rows + row, TARGET)
+        Q = row_at(G, sequence * (K.rows - 1) + row, DRAFT)
         a = tl.load(scales_ptr + sequence * K.scales + 2 + row)
         start = part * part_stretches
         end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
@@ -253,10 +257,12 @@ def mass_left(P, Q, scale, less, start, end, K: tl.constexpr):
 @triton.jit
 def left_of(P, Q, first, there, scale, less, K: tl.constexpr):
     """scale p - less q of groups [lanes, 8], cut at 0."""
-    p = share_of(P, first, there, K.target)
+    TARGET: tl.constexpr = K.target
+    DRAFT: tl.constexpr = K.draft
+    p = share_of(P, first, there, TARGET)
     if K.rows > 1:
         asked = there.to(tl.int32) * tl.where(less > 0, 1, 0) > 0
-        q = share_of(Q, first, asked, K.draft)
+        q = share_of(Q, first, asked, DRAFT)
         return tl.where(less > 0, tl.maximum(p * scale - q * less, 0.0), p)
     else:
         return p
@@ -295,6 +301,8 @@ def _climb(
     target_rows, draft_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """Which drafts of a tree are accepted, by one program, one draft after the other."""
+    TARGET: tl.constexpr = K.target
+    DRAFT: tl.constexpr = K.draft
     sequence = tl.program_id(0).to(tl.int64)
     T = Rows(
         scratch_ptr, valid_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, target_rows,
@@ -325,11 +333,11 @@ def _climb(
             col = tl.sum(tl.where(i == j, F.col, 0), axis=0)
             draw, drafted = sequence * K.rows + row, sequence * (K.rows - 1) + row
             if tried > 0:
-                P, Q = row_at(T, draw, K.target), row_at(G, drafted, K.draft)
+                P, Q = row_at(T, draw, TARGET), row_at(G, drafted, DRAFT)
                 left = mass_left(P, Q, 1.0, less, 0, tl.cdiv(n_cols, STRETCH), K)
                 mass = (left.to(tl.float64) / UNIT).to(tl.float32)
-            p = probabilities_at(T, draw, col, can_be, K.target)
-            q = probabilities_at(G, drafted, col, can_be, K.draft)
+            p = probabilities_at(T, draw, col, can_be, TARGET)
+            q = probabilities_at(G, drafted, col, can_be, DRAFT)
             if uniform_at(seed, position + n, tried, K) * mass * q < p - less * q:
                 tl.store(tokens_ptr + sequence * K.rows + n, col)
                 tl.store(nodes_ptr + sequence * (K.rows - 1) + n, tl.zeros([], tl.int64) + j)
@@ -359,6 +367,8 @@ def _draw_left(
     K: tl.constexpr,
 ):  # fmt: skip
     """A draw of a part of what is left of a row. The part that arrives last writes the token: nobody waits."""
+    TARGET: tl.constexpr = K.target
+    DRAFT: tl.constexpr = K.draft
     program = tl.program_id(0)
     part, sequence = program % n_parts, (program // n_parts).to(tl.int64)
     number_ptr = numbers_ptr + sequence * NUMBERS
@@ -373,10 +383,10 @@ def _draw_left(
         )  # fmt: skip
         row, n = tl.load(number_ptr + ROW), tl.load(number_ptr + N_ACCEPTED)
         scale, less = tl.load(scales_ptr + sequence * K.scales), tl.load(scales_ptr + sequence * K.scales + LESS)
-        P = row_at(T, sequence * K.rows + row, K.target)
+        P = row_at(T, sequence * K.rows + row, TARGET)
         Q = P
         if K.rows > 1:
-            Q = row_at(G, sequence * (K.rows - 1) + tl.minimum(row, K.rows - 2), K.draft)
+            Q = row_at(G, sequence * (K.rows - 1) + tl.minimum(row, K.rows - 2), DRAFT)
         seed = tl.load(seed_ptr + sequence * sequence_strides[SEEDS])
         position = position_of(position_ptr, sequence, sequence_strides) + n
         stream = tl.where(less > 0, RESIDUAL_GROUPS, GROUPS)
