@@ -132,7 +132,7 @@ def test_what_has_no_kernels_says_so(function, x):
     record, *within = explained
     reason = "there are no kernels for it"
     if function == "speculative_sample":
-        reason = "sample draws, or torch's operations where drafts have a distribution"
+        reason = "sample draws, as drafts have no distribution"
     assert (record.function, record.route, record.reason, record.kernels) == (function, "composed", reason, [])
     drawn = ["sample"] if function == "speculative_sample" else []  # of all rows, where drafts have no distribution
     assert [each.function for each in within] == drawn

@@ -44,7 +44,7 @@ _NAMES = {Route.KERNEL: KERNEL, Route.OPERATOR: OPERATOR, Route.SHARDS: SHARDED,
 
 _OVER_A_GROUP = SHARDED, "group= is given: each rank has columns of its own"
 _NO_KERNELS = COMPOSED, "there are no kernels for it"
-_DRAWN = COMPOSED, "sample draws, or torch's operations where drafts have a distribution"
+_DRAWN = COMPOSED, "sample draws, as drafts have no distribution"
 
 # What a call goes through that is not kept: where it is, the function's name (None: its first argument), and its route
 # where that is settled by then.
@@ -67,7 +67,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (attention, "_attention", "attention", None),
     (sampling, "_sample", "sample", None),
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),
-    (speculative, "_speculative", "speculative_sample", _DRAWN),
+    (speculative, "_speculative", "speculative_sample", None),
     (sampling_filters, "_kept", None, _NO_KERNELS),
     (sampling_filters, "_penalize", "penalize", None),
 )
@@ -88,6 +88,7 @@ _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
     (divergence, "divergence_on_shards", _OF_DTENSORS),
     (sampling, "draws_on_shards", _OF_DTENSORS),
     (speculative, "draws_on_shards", _OF_DTENSORS),
+    (speculative, "_own_tokens", _DRAWN),
     (sampling_filters, "rows_on_shards", _OF_DTENSORS),
     (linear_cross_entropy, "shards_of", _OVER_A_GROUP),
     (patch, "loss_as_aten", (SHARDED, "the input is a DTensor")),

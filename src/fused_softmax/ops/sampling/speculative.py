@@ -155,8 +155,6 @@ def _speculative(target_logits, drafts, filters, masks, asked, random):
         )  # fmt: skip
         numbers = options.filters() | {"verify": asked["verify"], "return_logprobs": options.return_logprobs}
         refused = "" if target_logits.shape[2] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
-        if options.return_logprobs is not None:
-            refused = "log-probabilities are asked for"
         route = route_of(name, *given, seeds, positions, refused=refused, batches=False) if n else Route.COMPOSED
         if route is Route.KERNEL:
             return SpeculativeOutput(*in_turns(verified.speculative_sample, of_sequences, numbers, 1))

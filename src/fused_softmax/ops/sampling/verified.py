@@ -12,7 +12,7 @@ from fused_softmax.core.runner import has_ptx
 from fused_softmax.ops.sampling.kernels.judged import _judge, _sum_kept
 from fused_softmax.ops.sampling.kernels.kept import _stretches
 from fused_softmax.ops.sampling.kernels.spec import SampleSpec, VerifySpec
-from fused_softmax.ops.sampling.kernels.verified import _climb, _draw_left, _follow, _settle, _sum_left
+from fused_softmax.ops.sampling.kernels.verified import _climb, _draw_left, _follow, _log_probs, _settle, _sum_left
 from fused_softmax.ops.sampling.kernels.wide import _bound, _weigh
 from fused_softmax.ops.sampling.launches import (
     STRETCH,
@@ -99,9 +99,12 @@ def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int
 
 def verify_drafts(
     target: Rows, draft: Rows, draft_tokens: Tensor, lengths: Tensor | None, parents: Tensor | None, seed: Tensor,
-    position: Tensor, verify: Verify,
+    position: Tensor, verify: Verify, reported: Rows | None = None,
 ) -> SpeculativeOutput:  # fmt: skip
-    """The output for judged rows [n * (k + 1)] of the target and [n * k] of what was drafted."""
+    """The output for judged rows [n * (k + 1)] of the target and [n * k] of what was drafted.
+
+    reported: rows of the target, judged as log-probabilities are asked for.
+    """
     (n, k), device, index = draft_tokens.shape, draft_tokens.device, draft_tokens.get_device()
     plan, n_rows = target.plan, k + 1
     spec = VerifySpec(
@@ -146,9 +149,16 @@ def verify_drafts(
             run(_settle, n, spec, 1)
     cut = _cut(plan, n, index)
     run(_draw_left, n * cut["n_parts"], spec, plan.num_warps, **cut)
+    if verify != "tree":
+        given["nodes"] = None
+    logprobs = None
+    if reported is not None:
+        logprobs = given["logprobs"] = empty(n, n_rows, dtype=torch.float32)
+        given |= reported.tensors
+        scalars |= {"strides": reported.scalars["strides"], "temperature": reported.scalars["temperature"]}
+        run(_log_probs, n, replace(spec, target=reported.spec), 1)
     numbers = given["numbers"]
-    nodes = given["nodes"] if verify == "tree" else None
-    return SpeculativeOutput(given["tokens"], numbers[:, 1].clone(), numbers[:, 2] > 0, None, nodes)
+    return SpeculativeOutput(given["tokens"], numbers[:, 1].clone(), numbers[:, 2] > 0, logprobs, given["nodes"])
 
 
 def _cut(plan: DrawPlan, n: int, index: int) -> dict[str, int]:
@@ -181,7 +191,7 @@ def speculative_sample(
     draft_lengths: Tensor | None, parents: Tensor | None, logit_bias: Tensor | None, bitmask: Tensor | None,
     seed: Tensor, position: Tensor, temperature: Number = 1.0, top_k: Number | None = None,
     top_p: Number | None = None, min_p: Number | None = None, *, order: Any = "sequential", verify: Verify = "chain",
-    return_logprobs: None = None,
+    return_logprobs: str | None = None,
 ) -> SpeculativeOutput:  # fmt: skip
     """As `verification.speculative_sample`, of drafts with a distribution."""
     n, n_rows, _ = target_logits.shape
@@ -200,4 +210,14 @@ def speculative_sample(
     else:
         logits, rows = flattened(draft_probs)
         draft = judge_rows(logits, Sampling(row_indices=rows), of_probs=True)
-    return verify_drafts(target, draft, draft_tokens, draft_lengths, parents, seed, position, verify)
+    reported = target if return_logprobs == "processed" else None
+    if return_logprobs == "raw":
+        reported = judge_rows(*_raw_rows(target_logits))
+    return verify_drafts(
+        target, draft, draft_tokens, draft_lengths, parents, seed, position, verify, reported
+    )  # fmt: skip
+
+
+def _raw_rows(target_logits: Tensor) -> tuple[Tensor, Sampling]:
+    logits, rows = flattened(target_logits)
+    return logits, Sampling(row_indices=rows)

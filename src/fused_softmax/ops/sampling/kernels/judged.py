@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fused_softmax.core.kernels.exchange import let_next_begin, wait_for_launch_before
-from fused_softmax.core.kernels.state import NEG_INF
+from fused_softmax.core.kernels.state import LN2, NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     COLUMN_BITS,
     INF,
@@ -228,3 +228,14 @@ def shares_at(scratch_ptr, draws, x, cols, temperature, on, K: tl.constexpr):
     least, kept = tl.load(record_ptr + LEAST, mask=on, other=0), tl.load(record_ptr + KEPT, mask=on, other=1)
     weight = tl.where(code_of(x, cols) >= least, share_at(x, m, factor_of(temperature)), 0.0)
     return tl.where(on, weight * share_of_unit(kept), 0.0)
+
+
+@triton.jit
+def log_shares_at(scratch_ptr, draws, x, cols, temperature, on, K: tl.constexpr):
+    """Their logarithms, also where float32 has no such probability."""
+    record_ptr = scratch_ptr + draws * K.scratch
+    m = value_of(tl.load(record_ptr + TOP, mask=on, other=0).to(tl.int32))
+    least, kept = tl.load(record_ptr + LEAST, mask=on, other=0), tl.load(record_ptr + KEPT, mask=on, other=1)
+    z = tl.where(x == m, 0.0, (x - m) * factor_of(temperature))
+    log = (z - tl.log2(kept.to(tl.float64) / UNIT).to(tl.float32)) * LN2
+    return tl.where(code_of(x, cols) >= least, log, NEG_INF)

@@ -33,7 +33,7 @@ from fused_softmax.ops.sampling.kernels.common import (
     score_of,
     sum_of_8,
 )
-from fused_softmax.ops.sampling.kernels.judged import judged_row, share_of, shares_at
+from fused_softmax.ops.sampling.kernels.judged import judged_row, log_shares_at, share_of, shares_at
 
 ACCEPTED, RESIDUAL_GROUPS, RESIDUAL_MEMBERS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # streams of noise
 # Of a sequence in int64: the row where its drafts end, how many are accepted, whether it can be drawn from; the key of
@@ -91,10 +91,17 @@ def row_at(R, draw, K: tl.constexpr):
 @triton.jit
 def probabilities_at(R, draws, cols, on, K: tl.constexpr):
     """The probabilities of a column of each of several rows; 0 where `on` is not."""
+    x, temperature = logits_at(R, draws, cols, on, K)
+    return shares_at(R.scratch_ptr, draws, x, cols, temperature, on, K)
+
+
+@triton.jit
+def logits_at(R, draws, cols, on, K: tl.constexpr):
+    """(logits of a column of each of several rows, the temperatures of these)."""
     row = draws
     if R.rows_ptr is not None:
         row = tl.load(R.rows_ptr + draws, mask=on, other=0).to(tl.int64)
-    x = tl.load(R.logits_ptr + row * R.strides[LOGITS] + cols, mask=on, other=NEG_INF).to(tl.float32)
+    x = tl.load(R.logits_ptr + row * R.strides[LOGITS] + cols, mask=on, other=NEG_INF).to(tl.float32) + 0.0
     if K.of_probs:
         x = log_of_prob(x)
     if K.biased:
@@ -105,7 +112,7 @@ def probabilities_at(R, draws, cols, on, K: tl.constexpr):
     temperature = (draws * 0).to(tl.float32) + R.temperature
     if R.temperature_ptr is not None:
         temperature = tl.load(R.temperature_ptr + draws * R.strides[TEMPERATURE], mask=on, other=1.0).to(tl.float32)
-    return shares_at(R.scratch_ptr, draws, x, cols, temperature, on, K)
+    return x, temperature
 
 
 @triton.jit
@@ -440,3 +447,29 @@ def words_of_stream(seed, position, counter, stream):
     zero = c0 * 0
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
     return tl.philox(seed, c0, zero + stream.to(tl.uint32), zero + low, zero + high)
+
+
+@triton.jit(do_not_specialize=["target_rows", "n_cols"])
+def _log_probs(
+    scratch_ptr, valid_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, tokens_ptr, nodes_ptr,
+    numbers_ptr, logprobs_ptr, strides, target_rows, n_cols, temperature, K: tl.constexpr,
+):  # fmt: skip
+    """The log-probabilities of a sequence's tokens, of rows that may be judged otherwise than for draws."""
+    TARGET: tl.constexpr = K.target
+    sequence = tl.program_id(0).to(tl.int64)
+    T = Rows(
+        scratch_ptr, valid_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, target_rows,
+        n_cols, temperature,
+    )  # fmt: skip
+    i = tl.arange(0, K.most)
+    n = tl.load(numbers_ptr + sequence * NUMBERS + N_ACCEPTED)
+    there = (i < n) | (i < n + tl.load(numbers_ptr + sequence * NUMBERS + VALID))
+    row = i.to(tl.int64)
+    if nodes_ptr is not None:
+        row = tl.load(nodes_ptr + sequence * (K.rows - 1) + i - 1, mask=there & (i > 0), other=-1) + 1
+    draws = sequence * K.rows + row
+    there = there & (tl.load(valid_ptr + draws, mask=there, other=0) > 0)
+    token = tl.load(tokens_ptr + sequence * K.rows + i, mask=there, other=0)
+    x, temperatures = logits_at(T, draws, token, there, TARGET)
+    log = log_shares_at(scratch_ptr, draws, x, token, temperatures, there, TARGET)
+    tl.store(logprobs_ptr + sequence * K.rows + i, tl.where(there, log, float("nan")), mask=i < K.rows)

@@ -1,0 +1,172 @@
+"""Drafts with a distribution, verified by the kernels: what torch's operations in float64 give."""
+
+import math
+
+import pytest
+import torch
+from products import pairwise
+from sampling_cases import few
+
+from fused_softmax import explain, speculative_sample
+from fused_softmax.ops.sampling import verification
+
+FILTERS = [
+    {}, {"temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 5}, {"top_k": 90}, {"top_p": 0.8},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.02}, {"top_k": 60, "top_p": 0.7, "order": "joint"},
+]  # fmt: skip
+PARENTS = {2: [-1, -1], 3: [-1, 0, 0], 5: [-1, -1, 0, 1, 0]}
+
+
+def rows_of(n, k, n_cols, dtype, device, seed=0, near=0.5):
+    """(target logits, draft logits near them, drafts drawn from these)."""
+    generator = torch.Generator().manual_seed(seed)
+    target = (torch.randn(n, k + 1, n_cols, generator=generator) * 2).to(dtype)
+    draft = (target[:, :k].float() + torch.randn(n, k, n_cols, generator=generator) * near).to(dtype)
+    tokens = torch.multinomial(draft.float().softmax(2).flatten(0, 1), 1, generator=generator).view(n, k)
+    return target.to(device), draft.to(device), tokens.to(device)
+
+
+def both(target, tokens, draft_logits, draft_probs, given, options):
+    """(the kernels' output, that of torch's operations) of one call, whose seeds and positions are its own."""
+    n, device = len(target), target.device
+    random = {"seed": torch.arange(n, device=device) * 7 + 1, "position": torch.arange(n, device=device) * 11}
+    of_draft = {"draft_probs": draft_probs} if draft_logits is None else {"draft_logits": draft_logits}
+    with explain() as explained:
+        ours = speculative_sample(target, tokens, **of_draft, **given, **options, **random)
+    assert {each.route for each in explained if each.function == "speculative_sample"} == {"kernel"}
+    parents = given.get("parents")
+    parents = None if parents is None else torch.as_tensor(parents, device=device).expand(n, -1)
+    masks = [given.get(name) for name in ("logit_bias", "bitmask")]
+    masks = [None if each is None else each if each.ndim == 3 else each.expand(n, -1)[:, None] for each in masks]
+    wanted = verification.speculative_sample(
+        target, tokens, draft_logits, draft_probs, given.get("draft_lengths"), parents, *masks, random["seed"],
+        random["position"], verify=given["verify"], return_logprobs=given.get("return_logprobs"), **options,
+    )  # fmt: skip
+    return ours, wanted
+
+
+def same(ours, wanted, apart=0):
+    """apart: how many sequences may differ, because two scores do by less than float32's rounding."""
+    differs = torch.zeros(len(ours.tokens), dtype=torch.bool, device=ours.tokens.device)
+    for one, other in zip(ours, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is None:
+            continue
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        one, other = (each.unflatten(0, (-1, 1)).flatten(1) for each in (one, other))
+        if one.dtype == torch.float32:
+            near = torch.isclose(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+            differs |= ~near.all(1)
+        else:
+            differs |= (one != other).any(1)
+    assert differs.sum() <= apart
+
+
+@pairwise(("verify", "filters"), ("verify", "told"), ("told", "dtype"))
+@pytest.mark.parametrize("verify", ["chain", "block", "tree"])
+@pytest.mark.parametrize("told", ["logits", "probs"])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [2, 3, 5])
+@pytest.mark.parametrize("n_cols", [7, 300, 1025])
+@pytest.mark.parametrize("logprobs", [None, "raw", "processed"])
+def test_drafts_are_verified_as_by_torch(verify, told, filters, dtype, k, n_cols, logprobs, device):
+    n = 200 if device == "cuda" else 3
+    target, draft, tokens = rows_of(n, k, n_cols, dtype, device)
+    probs = (1.5 * draft.float().softmax(2)).to(dtype) if told == "probs" else None
+    given = {"verify": verify, "return_logprobs": logprobs} | ({"parents": PARENTS[k]} if verify == "tree" else {})
+    same(*both(target, tokens, None if told == "probs" else draft, probs, given, filters), apart=n // 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("verify", ["chain", "block", "tree"])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_long_rows_are_verified_as_by_torch(verify, filters, scale, device):
+    target, draft, tokens = rows_of(24, 5, 128256, torch.bfloat16, device)
+    given = {"verify": verify} | ({"parents": PARENTS[5]} if verify == "tree" else {})
+    same(*both(target * scale, tokens, draft * scale, None, given, filters), apart=1)
+
+
+@pytest.mark.parametrize("verify", ["chain", "block", "tree"])
+def test_masks_and_numbers_of_rows(verify, device):
+    n, k, n_cols = 4, 3, 70
+    target, draft, tokens = rows_of(n, k, n_cols, torch.float32, device, seed=2)
+    generator = torch.Generator().manual_seed(5)
+    numbers = {
+        "temperature": torch.linspace(0.4, 1.6, n * (k + 1), device=device).view(n, k + 1),
+        "top_k": torch.randint(2, 20, (n, k + 1), generator=generator).to(device),
+    }  # fmt: skip
+    given = {
+        "verify": verify, "logit_bias": torch.randn(n, k + 1, n_cols, generator=generator).to(device),
+        "bitmask": torch.randint(-(2**31), 2**31, (n, k + 1, 3), generator=generator).int().to(device),
+        "draft_lengths": torch.tensor([3, 2, 0, 4], device=device), "return_logprobs": "processed",
+    } | ({"parents": PARENTS[3]} if verify == "tree" else {})  # fmt: skip
+    same(*both(target, tokens, draft, None, given, numbers))
+
+
+@pytest.mark.parametrize("verify", ["chain", "block", "tree"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}], ids=str)
+def test_rows_that_cannot_be_drawn_from_and_equal_ones(verify, filters, device):
+    """NaN, inf, -inf, drafts without a probability, and a draft that is the target, of which nothing is left."""
+    n, k, n_cols = 8, 2, 40
+    target, draft, tokens = rows_of(n, k, n_cols, torch.float32, device, seed=3)
+    target[0, 1, 5], target[1, 0], target[2, 0, 7] = math.nan, -math.inf, math.inf
+    draft[3, 1, 0], draft[4, 0] = math.nan, -math.inf
+    draft[5] = target[5, :k]
+    tokens[6, 0] = -1
+    target[7, 0, tokens[7, 0]] = -math.inf
+    given = {"verify": verify} | ({"parents": [-1, 0]} if verify == "tree" else {})
+    ours, wanted = both(target, tokens, draft, None, given, filters)
+    same(ours, wanted)
+    assert ours.valid.tolist()[:2] == [False, False] or ours.n_accepted[0] == 0
+    probs = draft.softmax(2).nan_to_num(0.0)
+    probs[3, 0, 1], probs[4, 1, 2] = -0.1, math.inf
+    same(*both(target, tokens, None, probs, given, filters))
+
+
+@pytest.mark.parametrize("verify", ["chain", "tree"])
+def test_many_siblings_and_few(verify, device):
+    """What is left after several rejections, of drafts that are far from the target."""
+    n, k, n_cols = few(64, "kernels", 12), 4, 90
+    target, draft, tokens = rows_of(n, k, n_cols, torch.float32, device, seed=4, near=3.0)
+    draft = draft[:, :1].expand(n, k, n_cols)
+    given = {"verify": verify} | ({"parents": [-1] * k} if verify == "tree" else {})
+    ours, wanted = both(target, tokens, draft, None, given, {})
+    same(ours, wanted)
+    assert ours.nodes.max() > 0 if verify == "tree" else (ours.n_accepted == 0).any()
+
+
+def test_slices_are_read_where_they_lie(device):
+    n, k = 3, 2
+    wide, draft, tokens = rows_of(n, 8, 60, torch.float32, device)
+    given = {"verify": "chain"}
+    for target in (wide[:, -k - 1 :], wide[:, :: 9 // (k + 1)][:, : k + 1], wide.mT.contiguous().mT[:, : k + 1]):
+        ours, wanted = both(target, tokens[:, :k], draft[:, 1 : k + 1], None, given, {})
+        same(ours, wanted)
+
+
+@pytest.mark.gpu
+def test_they_take_no_memory_of_the_vocabulary(device):
+    target, draft, tokens = rows_of(64, 4, 50_000, torch.bfloat16, device)
+    for options in ({"verify": "chain"}, {"verify": "block"}, {"verify": "tree", "parents": [-1, 0, 1, 2]}):
+        speculative_sample(target, tokens, draft, **options, seed=1)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        speculative_sample(target, tokens, draft, **options, seed=1)
+        assert torch.cuda.max_memory_allocated() - before < 16 * 2**20
+
+
+@pytest.mark.gpu
+def test_a_graph_of_them_follows_its_tensors(device):
+    target, draft, tokens = rows_of(16, 3, 5000, torch.bfloat16, device)
+    position = torch.zeros(16, dtype=torch.int64, device=device)
+    call = lambda: speculative_sample(target, tokens, draft, top_p=0.9, seed=1, position=position)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for at in (0, 5, 17):
+        position.fill_(at)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], call()[:3], strict=True))
