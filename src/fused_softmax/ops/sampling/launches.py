@@ -297,7 +297,7 @@ def _launches_of_boundary(plan: DrawPlan, spec: SampleSpec, arguments: Arguments
     spec = replace(spec, leads=follows)
     of_choosing = replace(spec, stretches=plan.kept_warps, leads=follows and spec.opens)
     # The second look, which few rows take, is to take no program's place.
-    capped = {"maxnreg": _registers_of_choosing()} if spec.wide and spec.ptx else {}
+    capped = {"maxnreg": registers_of_choosing()} if spec.wide and spec.ptx else {}
     launches = [
         arguments.prepare(_choose, plan.n_draws, of_choosing, index, plan.kept_warps, follows=follows, **capped)
     ]
@@ -312,7 +312,7 @@ def _launches_of_boundary(plan: DrawPlan, spec: SampleSpec, arguments: Arguments
     return launches
 
 
-def _registers_of_choosing() -> int:
+def registers_of_choosing() -> int:
     """By Triton 3.6 `_choose` fits 128, so that two programs are resident; by later ones values spill by so few."""
     return 128 if triton.__version__.startswith("3.6.") else 192
 

@@ -21,6 +21,7 @@ from fused_softmax.ops.sampling.launches import (
     is_few,
     of_a_call,
     readable,
+    registers_of_choosing,
     spec_of,
 )
 from fused_softmax.ops.sampling.options import Sampling
@@ -82,9 +83,12 @@ def _spec_of(plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, 
 def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int, bounded: bool) -> list:
     n_parts, n_wide = -(-plan.n_cols // (STRETCH * plan.stretches)), plan.n_draws * plan.wide_parts
     cut = plan.wide_parts, plan.wide_stretches
+    capped = {"maxnreg": registers_of_choosing()} if spec.wide and spec.ptx else {}
     launches = [
         arguments.prepare(_stretches, plan.n_draws * n_parts, spec, index, plan.num_warps),
-        arguments.prepare(_judge, plan.n_draws, replace(spec, stretches=plan.kept_warps), index, plan.kept_warps),
+        arguments.prepare(
+            _judge, plan.n_draws, replace(spec, stretches=plan.kept_warps), index, plan.kept_warps, **capped
+        ),
     ]
     if spec.wide:
         of_bound = replace(spec, stretches=plan.bound_warps)
