@@ -133,8 +133,10 @@ def by_rows(
                 losses.backward(logits, part, rows.m, rows.ls, loss, totals=totals, dx=logits)  # type: ignore[arg-type]
             gradients.add(start, logits)
         found.append(rows if states else rows._replace(m=None, ls=None))
-    if len({rows.loss.shape[1] for rows in found}) > 1:  # another number of rows may be read by other parts
-        found = [rows._replace(loss=rows.loss.sum(1, keepdim=True)) for rows in found]
+    if len(found) == 1:
+        return found[0]
+    if len({rows.loss.shape[1:] for rows in found}) > 1:  # another number of rows may be read by other parts
+        found = [rows._replace(loss=rows.loss.view(len(rows.loss), -1).sum(1)) for rows in found]
     of_all = [None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)]
     return LossRows(*of_all)  # type: ignore[arg-type]
 

@@ -511,7 +511,7 @@ def forward(
         rows = by_rows(*factors, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
         lse = rows.m + rows.ls if wanted.lse else None  # type: ignore[operator]
     if loss.reduction == "none":
-        y, z = rows.loss.view(-1), rows.z
+        y, z = rows.loss, rows.z
         y = y if z is None else y + z
     else:
         y, z = finish(rows, totals, loss, dtype)

@@ -94,8 +94,8 @@ class Loss(Options):
 
     @property
     def plain(self) -> bool:
-        """Whether torch's own cross_entropy has all that is asked."""
-        return self.scale == 1 and self.softcap is None and not self.lse_square_scale and not self.stats
+        """Whether torch's own cross_entropy has all these options."""
+        return self.scale == 1 and self.softcap is None and not self.lse_square_scale
 
     def kind(self) -> dict[str, Any]:
         """The fields of a LossSpec that this decides."""
@@ -106,6 +106,7 @@ class Loss(Options):
             "z_loss": self.lse_square_scale != 0,
         }  # fmt: skip
 
+    @cached_property
     def key(self) -> tuple:
         """What kept calls depend on of this, beside the values of its numbers and the weight."""
         return *self.kind().values(), self.ignore_index
@@ -335,7 +336,7 @@ class LogProb(Options):
     @cached_property
     def key(self) -> tuple:
         """What kept calls depend on of this, beside the values of its numbers and the temperatures."""
-        return self.loss.key()
+        return self.loss.key
 
     @cached_property
     def numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
