@@ -32,7 +32,7 @@ def forward_given_lse(x: Tensor, target: Tensor, lse: Tensor, loss: Loss, dtype:
     options = *loss.key, dtype
     tensors = x, target, loss.weight, lse
     call = kept("losses_given_lse", options, tensors, prepare_given_lse, given, lse, loss, dtype)
-    return call(given, loss.numbers(), lse)
+    return call(given, loss.numbers, lse)
 
 
 def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype | None) -> Launched:
@@ -51,7 +51,7 @@ def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype 
         block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[x.dtype], ptx=has_ptx(device),
         **loss.kind() | {"mean": False},
     )  # fmt: skip
-    numbers = loss.numbers()
+    numbers = loss.numbers
     tensors = arranged(given, lse, rows_of(n_rows, lse).loss)
     scalars = x.stride(0), n_rows, n_classes, loss.ignore_index, numbers.factor, numbers.cap
     reading = launch.prepare(

@@ -73,13 +73,13 @@ def forward(
     """
     given = given_of(x, dx, target, loss, totals)
     if plan is not None:
-        return prepare_losses(given, loss, plan, dtype, states)(given, loss.numbers())
+        return prepare_losses(given, loss, plan, dtype, states)(given, loss.numbers)
     parts = None if totals is None else totals.shape[1]
     over = dx is not None and dx.data_ptr() == x.data_ptr()
     options = *loss.key, parts, over, dtype, states
     tensors = x, target, dx, loss.weight
     call = kept("losses", options, tensors, prepare_losses, given, loss, None, dtype, states)
-    return call(given, loss.numbers())
+    return call(given, loss.numbers)
 
 
 def prepare_losses(
@@ -285,8 +285,8 @@ def backward(
     given = given_of(x, dx, target, loss, totals)
     beside = m, ls, dy, dz, dlse
     if plan is not None:
-        return prepare_gradient(given, beside, loss, plan)(given, beside, loss.numbers())
-    return _gradient_call(given, beside, loss)(given, beside, loss.numbers())
+        return prepare_gradient(given, beside, loss, plan)(given, beside, loss.numbers)
+    return _gradient_call(given, beside, loss)(given, beside, loss.numbers)
 
 
 def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Tensor]:

@@ -97,6 +97,11 @@ class Loss(Options):
         """Whether torch's own cross_entropy has all these options."""
         return self.scale == 1 and self.softcap is None and not self.lse_square_scale
 
+    @cached_property
+    def constant(self) -> bool:
+        """Whether a kept call is of these very numbers each time."""
+        return self.plain and not self.smooth
+
     def kind(self) -> dict[str, Any]:
         """The fields of a LossSpec that this decides."""
         return {
@@ -113,8 +118,9 @@ class Loss(Options):
 
     def values(self) -> dict[str, Any]:
         """A kernel's arguments by name. ignore_index stays with a launch; LossNumbers are given with each."""
-        return {"ignore_index": self.ignore_index, **self.numbers()._asdict()}
+        return {"ignore_index": self.ignore_index, **self.numbers._asdict()}
 
+    @cached_property
     def numbers(self) -> LossNumbers:
         """The numbers as 32 bits hold them, where another is 0 or infinite: -inf times 0 would be NaN."""
         scale, softcap = self.scale, self.softcap
@@ -341,7 +347,7 @@ class LogProb(Options):
     @cached_property
     def numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(all that each launch is given, what a launch is given that masks columns past a row's end)."""
-        numbers = self.loss.numbers()
+        numbers = self.loss.numbers
         return numbers[:3], (numbers.factor, numbers.cap)
 
     def asked(self) -> dict[str, Any]:
@@ -431,7 +437,7 @@ class Divergence(Options):
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """As each launch is given them."""
-        student, teacher = (each.numbers() for each in self.losses)
+        student, teacher = (each.numbers for each in self.losses)
         return student.factor, student.cap, teacher.factor, teacher.cap, float(self.beta), float(self.label_smoothing)
 
     def asked(self) -> dict[str, Any]:

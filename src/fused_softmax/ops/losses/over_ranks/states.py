@@ -185,7 +185,7 @@ def _numbers(x: Tensor, loss: Loss) -> tuple[float, float | None]:
     """scale and softcap as the kernels have them."""
     if arithmetic_of(x) == torch.float64 or loss.scale == 0:
         return loss.scale, loss.softcap
-    numbers = loss.numbers()
+    numbers = loss.numbers
     return numbers.factor, None if loss.softcap is None else numbers.cap
 
 

@@ -166,7 +166,7 @@ def _gradient_by_operations(x, dx, target, kept, beside, of_call):
 
 def _numbers(loss: Loss) -> tuple[LossNumbers, LossNumbers]:
     """The numbers of the loss, and those of the launches that read and write rows."""
-    numbers = loss.numbers()
+    numbers = loss.numbers
     return numbers, rows_numbers(loss, numbers)
 
 
