@@ -567,12 +567,12 @@ def _found_gradient(ctx, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse
             return None
     dtype = m.dtype
     if dlog_prob is not None:
-        dlog_prob = dlog_prob.to(dtype).contiguous()
+        dlog_prob = shaped(dlog_prob, dlog_prob.shape, dtype).contiguous()
     if dentropy is not None:
-        dentropy = dentropy.to(dtype).contiguous()
+        dentropy = shaped(dentropy, dentropy.shape, dtype).contiguous()
     if dlse is not None:
-        dlse = dlse.to(dtype).contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dlse = shaped(dlse, dlse.shape, dtype).contiguous()
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     call = find(*ctx.quick, x, dx, target, temperature, entropy, dlog_prob, dentropy, dlse, None)
     if call is None:
         return None
