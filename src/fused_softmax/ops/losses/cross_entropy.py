@@ -36,7 +36,7 @@ from fused_softmax.ops.losses.options import (
     refused_loss,
     weight_for_kernels,
 )
-from fused_softmax.ops.losses.output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
+from fused_softmax.ops.losses.output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of, shaped
 from fused_softmax.ops.losses.over_ranks.divergence import lacks, probabilities_over_ranks
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_of_whole_rows, loss_on_shards, mesh_of_loss
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, prepare_loss, states_by, written_at_once
@@ -349,7 +349,6 @@ def _prepare_call(
     """The call for tensors like these: call(input, target, weight, and the loss's numbers, lse)."""
     differentiates, given = needs_grad(input), kind.loss
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] == 1) and target.is_contiguous()
-    plain_numbers = given.numbers() if given.plain and not given.smooth and input.dtype != torch.float64 else None
     of_rows = None if lse is None else lse_of_rows(lse, input)
     steps = prepare_steps(kind, *as_rows(input, target), loss_now(given, weight, input, numbers), of_rows)
 
@@ -362,15 +361,12 @@ def _prepare_call(
             claim = begin_overwriting(input) if kind.inplace else None
             rows, flat = (input, target) if simple else as_rows(input, target)
             of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
-            if plain_numbers is not None and weight is None:
-                of_call = given, plain_numbers, of_rows
-            else:
-                loss = loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
-                of_call = loss, loss.numbers(), of_rows
+            loss = loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
+            of_call = loss, loss.numbers, of_rows
             if differentiates:
                 results = differentiated(rows, flat, of_call, (kind, steps, claim, None))
                 if not kind.wanted.beside:
-                    return results if given.reduction != "none" else results.view(shape)
+                    return results if given.reduction != "none" else shaped(results, shape)
                 y, lse, z, *stats = results
             else:
                 y, lse, z, *stats = run_steps(steps, rows, flat, *of_call, kind, None)[0]
@@ -385,6 +381,8 @@ def _prepare_call(
 
 def loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) -> Loss:
     """A kept call's loss with the weight and the numbers of one call."""
+    if weight is None and loss.constant:
+        return loss
     label_smoothing, softcap, scale, lse_square_scale = numbers
     return Loss(
         weight=weight_for_kernels(weight, input), ignore_index=loss.ignore_index, reduction=loss.reduction,

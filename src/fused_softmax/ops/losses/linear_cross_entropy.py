@@ -57,7 +57,15 @@ from fused_softmax.ops.losses.options import (
     refused_loss,
     weight_for_kernels,
 )
-from fused_softmax.ops.losses.output import NOTHING_MORE, STATISTICS, CrossEntropyOutput, Wanted, output_of, stats_of
+from fused_softmax.ops.losses.output import (
+    NOTHING_MORE,
+    STATISTICS,
+    CrossEntropyOutput,
+    Wanted,
+    output_of,
+    shaped,
+    stats_of,
+)
 from fused_softmax.ops.losses.over_ranks.divergence import lacks, losses_of
 from fused_softmax.ops.losses.over_ranks.dtensor import (
     linear_loss_of_probabilities,
@@ -371,7 +379,7 @@ def _prepare_call(
     dtype: torch.dtype, chunk_size: int | None, accumulate: str,
 ) -> Launched:  # fmt: skip
     """The call for tensors like these: call(input, linear_weight, target, linear_bias, weight, numbers of the loss)."""
-    of_target, features = target.shape, input.shape[-1]
+    of_target, features, is_flat = target.shape, input.shape[-1], input.ndim == 2
     rows, alike = input.reshape(-1, features), replace(loss, weight=None)  # what is kept holds no tensor
     how = _how_of(rows, linear_weight, linear_bias, loss, wanted, chunk_size, accumulate)
     if keeps_logits(rows, how.linear, how.asked, loss):
@@ -381,7 +389,8 @@ def _prepare_call(
         how = how._replace(kind=kind, steps=steps)
 
     def call(input, linear_weight, target, linear_bias, weight, numbers):
-        rows, flat = input.reshape(-1, features), target.reshape(-1).contiguous()
+        rows = input if is_flat else input.reshape(-1, features)
+        flat = (target if is_flat else target.reshape(-1)).contiguous()
         found = _apply(rows, linear_weight, linear_bias, flat, loss_now(alike, weight, input, numbers), how)
         y, lse, z, *stats = found if wanted.beside else (found, None, None)
         return _output(y, lse, z, stats, wanted, alike, of_target, dtype, None)
@@ -403,7 +412,7 @@ def _output(
     """What the caller asked for, losses in `dtype`."""
     z = z.to(dtype) if wanted.z_loss else None
     lse = lse if ignored is None else lse.masked_fill(ignored.reshape(-1), 0.0)
-    return output_of(y.to(dtype), lse, z, stats, wanted, loss.reduction, shape)
+    return output_of(shaped(y, y.shape, dtype), lse, z, stats, wanted, loss.reduction, shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -418,7 +427,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             gradients, ((_, ctx.dlogits),) = None, chunks(*lowered(x, w, bias), how.linear)
             results, _, totals = run_steps(
-                how.steps, ctx.dlogits, target, loss, loss.numbers(), None, how.kind, ctx.dlogits
+                how.steps, ctx.dlogits, target, loss, loss.numbers, None, how.kind, ctx.dlogits
             )  # fmt: skip
         ctx.gradients = gradients
         # In fp16 a mean's division would make gradients vanish that a scaled loss would have kept: it comes later.
@@ -511,7 +520,7 @@ def forward(
         rows = by_rows(*factors, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
         lse = rows.m + rows.ls if wanted.lse else None  # type: ignore[operator]
     if loss.reduction == "none":
-        y, z = rows.loss.view(-1), rows.z
+        y, z = rows.loss, rows.z
         y = y if z is None else y + z
     else:
         y, z = finish(rows, totals, loss, dtype)

@@ -94,8 +94,13 @@ class Loss(Options):
 
     @property
     def plain(self) -> bool:
-        """Whether torch's own cross_entropy has all that is asked."""
-        return self.scale == 1 and self.softcap is None and not self.lse_square_scale and not self.stats
+        """Whether torch's own cross_entropy has all these options."""
+        return self.scale == 1 and self.softcap is None and not self.lse_square_scale
+
+    @cached_property
+    def constant(self) -> bool:
+        """Whether a kept call is of these very numbers each time."""
+        return self.plain and not self.smooth
 
     def kind(self) -> dict[str, Any]:
         """The fields of a LossSpec that this decides."""
@@ -106,14 +111,16 @@ class Loss(Options):
             "z_loss": self.lse_square_scale != 0,
         }  # fmt: skip
 
+    @cached_property
     def key(self) -> tuple:
         """What kept calls depend on of this, beside the values of its numbers and the weight."""
         return *self.kind().values(), self.ignore_index
 
     def values(self) -> dict[str, Any]:
         """A kernel's arguments by name. ignore_index stays with a launch; LossNumbers are given with each."""
-        return {"ignore_index": self.ignore_index, **self.numbers()._asdict()}
+        return {"ignore_index": self.ignore_index, **self.numbers._asdict()}
 
+    @cached_property
     def numbers(self) -> LossNumbers:
         """The numbers as 32 bits hold them, where another is 0 or infinite: -inf times 0 would be NaN."""
         scale, softcap = self.scale, self.softcap
@@ -335,12 +342,12 @@ class LogProb(Options):
     @cached_property
     def key(self) -> tuple:
         """What kept calls depend on of this, beside the values of its numbers and the temperatures."""
-        return self.loss.key()
+        return self.loss.key
 
     @cached_property
     def numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(all that each launch is given, what a launch is given that masks columns past a row's end)."""
-        numbers = self.loss.numbers()
+        numbers = self.loss.numbers
         return numbers[:3], (numbers.factor, numbers.cap)
 
     def asked(self) -> dict[str, Any]:
@@ -430,7 +437,7 @@ class Divergence(Options):
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """As each launch is given them."""
-        student, teacher = (each.numbers() for each in self.losses)
+        student, teacher = (each.numbers for each in self.losses)
         return student.factor, student.cap, teacher.factor, teacher.cap, float(self.beta), float(self.label_smoothing)
 
     def asked(self) -> dict[str, Any]:

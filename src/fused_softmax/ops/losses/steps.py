@@ -31,7 +31,7 @@ from fused_softmax.ops.losses.launches import (
     with_whole_rows,
 )
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.ops.losses.output import STATISTICS, Wanted, stats_of
+from fused_softmax.ops.losses.output import STATISTICS, Wanted, shaped, stats_of
 from fused_softmax.ops.losses.overwritten import check_claim
 from fused_softmax.ops.losses.sums import (
     counts_targets,
@@ -109,7 +109,7 @@ def dx_like(kind: Kind, x: Tensor) -> Tensor | None:
     """Where a gradient like that of x goes, if it is written with the loss."""
     if not kind.at_once:
         return None
-    return x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x.detach() if kind.inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def prepare_around(
@@ -148,9 +148,9 @@ def run_steps(
     if rows.result is not None:
         y, z = rows.result, None
     elif steps.finish is None:
-        y, z = rows.loss.view(-1), rows.z
-        y = (y if z is None else y + z).to(kind.dtype)
-        z = None if z is None else z.to(kind.dtype)
+        y, z = rows.loss, rows.z
+        y = shaped(y if z is None else y + z, y.shape, kind.dtype)
+        z = None if z is None else shaped(z, z.shape, kind.dtype)
     else:
         y, z = steps.finish(rows.loss, rows.z, totals, target, loss.weight)
     lse = rows.m + rows.ls if kind.wanted.lse and given_lse is None else None
@@ -197,9 +197,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         loss, numbers, lse = of_call
         kind, steps, ctx.claim, ctx.ranks = how
-        dx = None
-        if kind.at_once:
-            dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = dx_like(kind, x)
         results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
         ctx.kind, ctx.numbers, ctx.quick = kind, numbers, None
@@ -269,12 +267,12 @@ def _found_gradient(ctx, dy: Tensor) -> Tensor | None:
     for each in (m, ls) if totals is None else (m, ls, totals):  # no guard looks at what hooks of saved tensors return
         if each.is_neg() or not each.is_contiguous():
             return None
-    dx, dy = torch.empty(x.shape, dtype=x.dtype, device=x.device), dy.to(m.dtype).contiguous()
-    call = find(*ctx.quick, x, target, dx, weight, dy, None, None)
+    dy = shaped(dy, dy.shape, m.dtype).contiguous()
+    call = find(*ctx.quick, x, target, None, weight, dy, None, None)
     if call is None:
         return None
     loss = ctx.loss if weight is None else replace(ctx.loss, weight=weight)
-    return call(given_of(x, dx, target, loss, totals), (m, ls, dy, None, None), ctx.numbers)
+    return call(given_of(x, None, target, loss, totals), (m, ls, dy, None, None), ctx.numbers)
 
 
 def _saved(ctx) -> tuple:
@@ -292,7 +290,7 @@ def _written_again(x, target, loss: Loss, numbers: tuple, kind: Kind) -> Tensor:
     x may lie otherwise than it did, and need no gradient, for what autograd saves may have been moved.
     """
     x = x if x.requires_grad else x.detach().requires_grad_()  # the steps of a loss with a gradient
-    options = kind.wanted, kind.dtype, *loss.key(), loss.reduction
+    options = kind.wanted, kind.dtype, *loss.key, loss.reduction
     tensors = x, target, loss.weight
     steps: Any = kept("loss again", options, tensors, _prepare_again, kind, x, target, loss)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
