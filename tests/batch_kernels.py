@@ -1,22 +1,28 @@
 """Which calls take another kernel in another batch on an H100, which need not be here: this script prints them as JSON.
 
 A kernel is all that Triton compiles: its Spec, its warps, and what it sees of addresses, strides and numbers. Where one
-is launched for every batch, with another grid, a row of it has the same bits.
+is launched for every batch, with another grid, a row of it has the same bits. With "ptx" kernels are what they compile
+to, which takes a second each.
 """
 
 import json
+import re
 import sys
+from dataclasses import replace
 
 import torch
 
 import fused_softmax as ours
 import fused_softmax.nn
-from fused_softmax.core.elsewhere import run, stand_in_for
+from fused_softmax.core import calls
+from fused_softmax.core.elsewhere import like, run, stand_in_for
 from fused_softmax.core.plan import H100
+from fused_softmax.profile.compiled import Listed
 from fused_softmax.warm.work import key_of
 
 BATCHES = [(1, 0), (1, 3), (7, 0), (7, 5), (64, 1), (512, 0), (8192, 0)]  # (rows, rows of the same tensor before them)
 WIDTHS = (5, 40, 130, 1000, 1001, 4096, 8200, 32000, 50257, 128256, 151937, 262144, 2**22)
+COMPILED = (130, 50257, 128256)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Of what they write, no element is a sum.
 NO_SUMS = {"_multiply", "_logsumexp_backward", "_gradient", "_totals", "_finish"}
@@ -68,16 +74,43 @@ for name, dtype in DTYPES.items():
     )
 
 
+def seen(tensor):
+    """A tensor as a kernel sees it whose order of sums is asked for: where addresses are read one by one, on 16 bytes.
+
+    The addresses of such elements follow from no vector, wherever the tensor starts.
+    """
+    if tensor is None or (len(tensor.shape) > 1 and tensor.shape[-1] * tensor.element_size() % 16 == 0):
+        return tensor
+    return like(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def kind(job):
+    return key_of(replace(job, tensors=[seen(each) for each in job.tensors]))
+
+
+def compiled(job, found={}):  # noqa: B006
+    """The name of a kernel, and its instructions."""
+    key = key_of(job)
+    if key not in found:
+        ptx = Listed(**vars(job)).compile("sm_90").ptx
+        found[key] = job.kernel.fn.__name__, re.sub(r"(?m)^\s*(//|\.loc|\.file|\.section).*$", "", ptx)
+    return found[key]
+
+
 def main():
-    found, apart = [], {}
+    found, apart, (how, *ptx) = [], {}, sys.argv[1:]
     stand_in_for(H100, found)
     for name, call in CALLS.items():
-        for n_cols in WIDTHS:
+        if ptx and name.endswith("fp32"):
+            continue
+        for n_cols in COMPILED if ptx else WIDTHS:
             kinds = set()
             for n, before in BATCHES:
                 found.clear()
-                run(lambda: call(n, before, n_cols, {"batch_invariant": sys.argv[1] == "True"}))  # noqa: B023
-                kinds.add(frozenset(key_of(each) for each in found if each.kernel.fn.__name__ not in NO_SUMS))
+                calls.forget()
+                run(lambda: call(n, before, n_cols, {"batch_invariant": how == "alone"}))  # noqa: B023
+                of = compiled if ptx else kind
+                kinds.add(frozenset(of(each) for each in found if each.kernel.fn.__name__ not in NO_SUMS))
             if len(kinds) > 1:
                 apart.setdefault(name, []).append(n_cols)
     print(json.dumps(apart))
