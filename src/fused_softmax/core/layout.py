@@ -145,18 +145,16 @@ def alignment_alone(x: Tensor, *others: Tensor) -> Alignment:
 def rows_alone(x: Tensor, *beside: torch.dtype) -> Tensor:
     """x [..., n_cols] as rows [n_rows, n_cols] that are read alike in any batch, at any place in it; a copy if need be.
 
-    Rows start on 16 bytes where their columns allow it, in x's dtype and in those of the tensors beside it. Others are
-    packed: Triton compiles another kernel for a row stride that 16 divides, and one row alone has no stride.
+    Rows start on 16 bytes where their columns allow it, in x's dtype and in those of the tensors beside it. One row
+    alone has n_cols for its stride: Triton must see the same in it as in that of several.
     """
     rows, n_cols = flatten(x), x.shape[-1] if x.ndim else 1
-    vector = 16 // held_bytes(x)
     if rows is not None:
-        if any(n_cols % (16 // max(2, dtype.itemsize)) for dtype in (x.dtype, *beside)):
-            alike = rows.stride(0) == n_cols
-        else:
-            starts = rows.data_ptr() // x.element_size(), rows.stride(0) if len(rows) > 1 else 0
-            alike = not any(start % vector for start in starts)
-        if alike:
+        vector, stride = 16 // held_bytes(x), rows.stride(0)
+        even = not any(n_cols % (16 // max(2, dtype.itemsize)) for dtype in (x.dtype, *beside))
+        starts = rows.data_ptr() // x.element_size(), stride
+        alike = (stride == 1, stride % 16 == 0) == (n_cols == 1, n_cols % 16 == 0)
+        if alike and not (even and any(start % vector for start in starts)):
             return rows
     return x.clone(memory_format=torch.contiguous_format).view(-1, n_cols)
 

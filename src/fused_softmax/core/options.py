@@ -71,7 +71,7 @@ def option(default: Any, *given: Any, **named: Any) -> Any:
 
 
 class Options:
-    """A dataclass whose fields are options, or some of them. names: of some of these, where not of all the formula's."""
+    """A dataclass whose fields are options, or some of them. names: of some options, where not the formula's."""
 
     OPTIONS: ClassVar[dict[str, Option]]
     FORMULA: ClassVar[tuple[str, ...]]
