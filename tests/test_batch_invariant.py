@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import kernels, peaked
+from products import pairwise
 from torch.nn import functional
 
 import fused_softmax
@@ -111,7 +112,6 @@ def kernels_apart(*how):
     return json.loads(done.stdout)
 
 
-@pytest.mark.guard
 def test_one_kernel_is_launched_for_every_batch():
     assert kernels_apart("alone") == {}
     assert len(kernels_apart("any")) > 20
@@ -126,13 +126,13 @@ def test_one_kernel_is_compiled_for_every_place_of_a_batch():
 # Results.
 
 SMALL = Device(
-    "small", "cuda", (9, 0), 2,
+    "small", "cuda", (9, 0), 1,
     table=table_of(
         [
             {"name": name, "inputs": inputs, "itemsize": itemsize, "rungs": rungs}
             for inputs in (1, 2)
             for itemsize in (2, 4)
-            for name, rungs in (("row_warps", [[512, 1]]), ("split_parts", [[None, 512, 1]]))
+            for name, rungs in (("row_warps", [[1024, 1]]), ("split_parts", [[None, 512, 1]]))
         ]
     ),
 )  # fmt: skip
@@ -197,7 +197,7 @@ OPERATORS = {
 
 
 @kernels
-@pytest.mark.guard
+@pairwise(strength=1)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize(("n_cols", "dtype"), [(5, BF16), (40, FP32), (130, FP32), (1000, FP16), (300, FP64)], ids=str)
 def test_short_rows_have_the_same_bits_in_any_batch(name, n_cols, dtype, device):
@@ -205,12 +205,12 @@ def test_short_rows_have_the_same_bits_in_any_batch(name, n_cols, dtype, device)
 
 
 @kernels
-@pytest.mark.guard
+@pairwise(strength=1)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize(
     ("n_cols", "dtype", "taken"),
     [
-        (512, FP32, "row"),
+        (1000, FP32, "row"),
         (2048, BF16, "split"),
         (2051, BF16, "split"),
         (20000, FP32, "stream"),
