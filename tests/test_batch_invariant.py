@@ -364,6 +364,7 @@ def test_compiled_code_has_the_bits_of_eager_code(name, device):
     call = of_both_passes(name, device)
     _, alone = modes_of(call)
     x = peaked(9, 2051).to(device)
+    torch._dynamo.reset()
     compiled = torch.compile(partial(CALLS[name], batch_invariant=True), backend="aot_eager", fullgraph=True)
     equal((compiled(x),), alone[:1])
     leaf = x.clone().requires_grad_()
