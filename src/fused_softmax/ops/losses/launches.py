@@ -19,7 +19,7 @@ from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.layout import alignment_alone, alignment_of, rows_alone
 from fused_softmax.core.plan import RowPlan, plan_loss, plan_reduction
 from fused_softmax.core.runner import overlaps, prepare, spec_of
 from fused_softmax.ops.losses.kernels.gradient import _gradient
@@ -100,18 +100,23 @@ def prepare_losses(
 
 
 def is_whole(plan: RowPlan, dx: Tensor | None, loss: Loss) -> bool:
-    """Whether one launch counts the targets, writes losses and gradient, and sums the losses. plan: `plan_forward`."""
-    if dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale:
+    """Whether one launch counts the targets, writes losses and gradient, and sums the losses. plan: `plan_forward`.
+
+    Only few rows have such a launch, so that none does where rows are to have the same bits in any batch.
+    """
+    if loss.batch_invariant or dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale:
         return False
     return plan.n_rows <= WHOLE[-1] and plan.strategy in ("row", "split")
 
 
 def plan_forward(x: Tensor, dx: Tensor | None, loss: Loss) -> RowPlan:
-    """The planner's choice for rows [n_rows, n_classes]."""
+    """The planner's choice for rows [n_rows, n_classes], which are `rows_for` the loss."""
     itemsize = arithmetic_of(x).itemsize if loss.softcap is not None else x.element_size()
-    alignment, gpu = alignment_of(x) if dx is None else alignment_of(x, dx), device_of(x.get_device())
+    alone = loss.batch_invariant
+    lies, gpu = alignment_alone if alone else alignment_of, device_of(x.get_device())
     planned, (n_rows, n_classes) = partial(plan_reduction, merges=True) if dx is None else plan_loss, x.shape
-    return planned(n_rows, n_classes, itemsize, gpu, alignment=alignment)
+    alignment = lies(x) if dx is None else lies(x, dx)
+    return planned(n_rows, n_classes, itemsize, gpu, alignment=alignment, batch_invariant=alone)
 
 
 def _spec(x: Tensor, plan: RowPlan, loss: Loss, **fields: Any) -> LossSpec:
@@ -261,6 +266,12 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
 def with_whole_rows(x: Tensor) -> Tensor:
     """Rows as kernels read them: the columns of each next to each other."""
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def rows_for(x: Tensor, loss: Loss) -> Tensor:
+    """The same as a loss takes them: `rows_alone` where a row is to have the same bits in any batch."""
+    rows = with_whole_rows(x)
+    return rows_alone(rows) if loss.batch_invariant and rows.numel() else rows
 
 
 def blocks_of(block: int, plan: RowPlan) -> int:

@@ -18,6 +18,7 @@ from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
+from fused_softmax.core.options import by_environment, is_bool, refuse_batch_invariant
 from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import launches as losses
@@ -115,6 +116,7 @@ def linear_cross_entropy(
     accumulate: str = "fp32",
     skip_ignored: bool = False,
     dtype: torch.dtype | None = None,
+    batch_invariant: bool | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
     shard_sizes: Sequence[int] | None = None,
@@ -145,6 +147,9 @@ def linear_cross_entropy(
     skip_ignored: makes no logits for rows that are ignored; their lse and its gradient are then 0. This pays if many
         rows are ignored. It waits for the device, to learn how many they are. Compiled code makes the logits all the
         same.
+    batch_invariant: True raises NotImplementedError, for cuBLAS chooses by the number of rows how it makes logits. None
+        asks FUSED_SOFTMAX_BATCH_INVARIANT, and False stands against it. Logits that a product of your own makes alike
+        in any batch have such a loss by `cross_entropy`.
 
     group, n_classes, shard_sizes, transport: as cross_entropy's. Each rank gives its own rows of linear_weight, and of
         linear_bias and weight, and its own columns of probabilities. The input is the same on all ranks, and so is its
@@ -166,6 +171,11 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens)  # [8192, 4096], [128256, 4096], [8192]
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens, return_lse=True).lse  # [8192], float32
     """
+    if batch_invariant is None:
+        batch_invariant = by_environment()
+    is_bool(_NAME, "batch_invariant", batch_invariant)
+    if batch_invariant:
+        refuse_batch_invariant(_NAME, "cuBLAS chooses by the number of rows how it makes logits")
     wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats))
     key = None
     alone = group is None and n_classes is None and shard_sizes is None and transport is None and not input_sharded

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.described import described, typed
-from fused_softmax.core.options import Options, option
+from fused_softmax.core.options import Options, is_bool, option
 
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
 
@@ -70,9 +70,10 @@ class Loss(Options):
     """What a call asks of its losses, beside logits and targets. An option's type, default and check stand here alone.
 
     weight: [n_classes], in the dtype of the arithmetic, or None. scale, softcap: the logits are x * scale, and then
-    softcap * tanh(of that / softcap). stats: whether the entropy and the likeliest class are wanted too.
+    softcap * tanh(of that / softcap). batch_invariant: whether the bits of a row's loss and of its gradient are to
+    follow from the row alone. stats: whether the entropy and the likeliest class are wanted too.
 
-    Operators' schemas, their arguments, and those of the reference have the options in this order.
+    Operators' schemas, their arguments, and those of the reference have the formula's options in this order.
     """
 
     weight: Tensor | None = option(None, "Tensor?")
@@ -82,6 +83,7 @@ class Loss(Options):
     softcap: float | None = option(None, "float?", _is_cap)
     scale: float = option(1.0, "float", _is_finite)
     lse_square_scale: float = option(0.0, "float", _is_number, whole_rows=True)
+    batch_invariant: bool = option(False, "bool", is_bool, of_kernels=True)
     stats: bool = False
 
     @property
@@ -114,7 +116,7 @@ class Loss(Options):
     @cached_property
     def key(self) -> tuple:
         """What kept calls depend on of this, beside the values of its numbers and the weight."""
-        return *self.kind().values(), self.ignore_index
+        return *self.kind().values(), self.ignore_index, self.batch_invariant
 
     def values(self) -> dict[str, Any]:
         """A kernel's arguments by name. ignore_index stays with a launch; LossNumbers are given with each."""
@@ -153,7 +155,7 @@ class Loss(Options):
 
     def reference_arguments(self) -> dict[str, Any]:
         """As `reference.cross_entropy` takes them, but for the reduction."""
-        return {name: value for name, value in self.options().items() if name != "reduction"}
+        return {name: value for name, value in self.formula().items() if name != "reduction"}
 
     @classmethod
     def of_operator(cls, x: Tensor, given: Sequence[Any], stats: bool = False) -> Self:
@@ -170,7 +172,7 @@ READ_NUMBERS = tuple(name for name in LOSS_NUMBERS if name != "hidden")  # of ke
 read_numbers = attrgetter(*READ_NUMBERS)
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.type.startswith("float"))  # given with each call
 WITH_ROWS = tuple(name for name, option in OPTIONS.items() if option.whole_rows)
-WITHOUT_ROWS = tuple(name for name in OPTIONS if name not in WITH_ROWS)  # where lse is given
+WITHOUT_ROWS = tuple(name for name in Loss.FORMULA if name not in WITH_ROWS)  # where lse is given
 
 
 def weight_for_kernels(weight: Tensor | None, x: Tensor) -> Tensor | None:

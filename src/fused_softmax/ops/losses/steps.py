@@ -16,6 +16,7 @@ from fused_softmax.core.calls import find, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
+from fused_softmax.core.options import refuse_batch_invariant
 from fused_softmax.core.route import batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.given_lse import forward_given_lse, prepare_given_lse
@@ -28,6 +29,7 @@ from fused_softmax.ops.losses.launches import (
     is_whole,
     plan_forward,
     prepare_losses,
+    rows_for,
     with_whole_rows,
 )
 from fused_softmax.ops.losses.options import Loss
@@ -235,6 +237,8 @@ class _CrossEntropy(torch.autograd.Function):
             return *ctx.ranks.gradient(ctx, dy), None, None, None
         x, target, totals, m, ls, loss = _saved(ctx)
         if torch.is_grad_enabled():
+            if loss.batch_invariant:
+                refuse_batch_invariant("cross_entropy", "torch's operations make a gradient that is differentiated")
             if x is None:
                 raise RuntimeError("cross_entropy: inplace_backward leaves no logits for a second derivative")
             given_lse = m if ctx.lse_is_given else None
@@ -281,6 +285,8 @@ def _saved(ctx) -> tuple:
     if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     target, totals, m, ls, weight = (None if each is None else each.contiguous() for each in beside)
+    if x is not None:
+        x = rows_for(x, ctx.loss)
     return x, target, totals, m, ls, ctx.loss if weight is None else replace(ctx.loss, weight=weight)
 
 
