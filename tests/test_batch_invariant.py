@@ -311,16 +311,24 @@ def of_both_passes(name, device):
 @kernels
 @pytest.mark.parametrize("name", CALLS)
 def test_no_call_is_kept_for_the_other_mode(name, device, monkeypatch):
-    monkeypatch.delenv(options.BATCH_INVARIANT, raising=False)
     call = of_both_passes(name, device)
     for _ in range(2):
         without, alone = modes_of(call)
         equal(call(), without)
-        monkeypatch.setenv(options.BATCH_INVARIANT, "1")
+        monkeypatch.setattr(options, "_asked", True)
         equal(call(), alone)
         equal(call(batch_invariant=False), without)
-        monkeypatch.setenv(options.BATCH_INVARIANT, "0")
+        monkeypatch.setattr(options, "_asked", False)
         equal(call(), without)
+
+
+@pytest.mark.parametrize("value", ["1", "0", None])
+def test_the_environment_is_read_at_the_import(value):
+    code = "import fused_softmax.core.options as o, fused_softmax; print(o.by_environment())"
+    environment = {name: each for name, each in os.environ.items() if name != options.BATCH_INVARIANT}
+    environment |= {} if value is None else {options.BATCH_INVARIANT: value}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == str(value == "1")
 
 
 @kernels
@@ -345,9 +353,9 @@ def test_what_enable_takes_asks_the_environment(device, monkeypatch):
 
     with fused_softmax.enabled():
         without = call()
-        monkeypatch.setenv(options.BATCH_INVARIANT, "1")
+        monkeypatch.setattr(options, "_asked", True)
         alone = call()
-        monkeypatch.delenv(options.BATCH_INVARIANT)
+        monkeypatch.setattr(options, "_asked", False)
         equal(call(), without)
     assert [torch.equal(a, b) for a, b in zip(without, alone, strict=True)].count(False) >= 6
     leaf = x.clone().requires_grad_()
@@ -442,7 +450,7 @@ def test_what_would_not_keep_it_says_so(name, device, monkeypatch):
 
 @kernels
 def test_the_environment_refuses_too_and_false_stands_against_it(device, monkeypatch):
-    monkeypatch.setenv(options.BATCH_INVARIANT, "1")
+    monkeypatch.setattr(options, "_asked", True)
     x, target = peaked(4, 40).to(device), torch.arange(4, device=device)
     with pytest.raises(NotImplementedError, match="linear_cross_entropy: batch_invariant"):
         linear_cross_entropy(x, x, target)
