@@ -484,6 +484,26 @@ def test_a_call_of_other_rows_asks_the_planner_for_nothing_but_their_number(name
     assert "runner.py:prepare" not in called
 
 
+@pytest.mark.parametrize("function", [*FUNCTIONS, "cross_entropy", "log_prob"])
+def test_a_call_of_other_rows_is_kept_when_it_comes_a_second_time(function, device):
+    """For what is kept and never found would be all that the garbage collector sees."""
+
+    def call(n):
+        x, beside = rand(n, 40, seed=n).to(device), -1 if function in FUNCTIONS else torch.arange(n, device=device)
+        return getattr(fused_softmax, function)(x, beside)
+
+    calls.forget()
+    call(N)
+    before = len(calls._kept)
+    first = call(N + 2)
+    assert len(calls._kept) == before
+    same([call(N + 2)], [first])
+    assert len(calls._kept) > before
+    with functions_called() as called:
+        same([call(N + 2)], [first])
+    assert not decides(called, "") | {each for each in called if "of_other_size" in each}
+
+
 BESIDE = {
     "mask": (None, 4, 40), "mask that is the input": (None, 4, 40), "mask of one row": (1, 4, 40), "mask of 40": (40,),
     "scale": (None, 4, 1),
@@ -769,6 +789,7 @@ def test_the_calls_that_are_kept_have_a_bound(monkeypatch, device):
             ours, theirs = (getattr(of, name)(x, 1).detach() for of in (fused_softmax, torch))
             torch.testing.assert_close(ours, theirs)
         assert 0 < len(calls._kept) <= 8
+        assert len(calls._came) <= 8
 
 
 @pytest.fixture
@@ -888,7 +909,7 @@ def test_a_call_is_found_for_tensors_like_its_own_alone(way, monkeypatch, device
         monkeypatch.setattr(calls, "_TensorGuards", None)
     monkeypatch.setattr(calls, "_look", calls._look_in_c() if way == "look-up in C" else calls._look_in_python)
     x, mask, leaf = rand(4, 40).to(device), rand(40).to(device), rand(4, 40).to(device).requires_grad_()
-    kept = Launched(lambda: "kept", lambda n, of: Launched(lambda: n))
+    kept = Launched(lambda: "kept", lambda n, of: lambda: n)
 
     def found(*arguments):
         call = calls.find("a name", *arguments)

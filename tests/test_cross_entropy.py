@@ -439,21 +439,36 @@ def test_inplace_backward_takes_the_logits_memory(n_cols, device):
             cross_entropy(parameter, target[: len(parameter)], inplace_backward=True)
 
 
-def test_token_statistics(device):
+@pytest.mark.parametrize("ignored", [-100, 0, 3])
+def test_token_statistics(ignored, device):
     x = peaked(6, 200).to(device).requires_grad_()
     target = targets(6, 200, device=device)
+    target[target == -100] = ignored
     target[0] = x[0].argmax()
-    found = cross_entropy(x, target, return_token_stats=True, lse_square_scale=1e-3)
+    options = {"ignore_index": ignored, "lse_square_scale": 1e-3}
+    found = cross_entropy(x, target, return_token_stats=True, **options)
     assert isinstance(found, CrossEntropyOutput)
     stats = found.token_stats
-    counts = target != -100
-    torch.testing.assert_close(stats.loss, F.cross_entropy(x, target, reduction="none"))
+    counts = target != ignored
+    torch.testing.assert_close(stats.loss, F.cross_entropy(x, target, ignore_index=ignored, reduction="none"))
     p = torch.softmax(x, -1)
     torch.testing.assert_close(stats.entropy, torch.where(counts, -(p * p.log()).sum(-1), 0.0))
     assert torch.equal(stats.predicted, torch.where(counts, x.argmax(-1), 0))
     assert torch.equal(stats.correct, counts & (x.argmax(-1) == target))
     found.loss.backward()
-    torch.testing.assert_close(x.grad.double(), truth_of(x, target, lse_square_scale=1e-3)[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), truth_of(x, target, **options)[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("more", [(), (5,)])
+@pytest.mark.parametrize("call", [cross_entropy, F.cross_entropy])
+def test_losses_of_rows_may_be_changed_in_place(call, more, device):
+    x = peaked(3, 100).view(3, -1, *more).to(device).requires_grad_()
+    target = targets(3 * math.prod(more), x.shape[1], device=device).view(3, *more)
+    loss = call(x, target, reduction="none")
+    loss *= 2
+    (found,) = torch.autograd.grad(loss.sum(), x)
+    (once,) = torch.autograd.grad(call(x, target, reduction="sum"), x)
+    torch.testing.assert_close(found, 2 * once)
 
 
 def test_no_gradient_is_computed_where_none_is_asked_for(monkeypatch, device):

@@ -39,6 +39,7 @@ def softmax_samples():
             (logits(6, 8).detach().view(2, 3, 8).requires_grad_(), 2, FP64, 0.5, None, keep),
             (x, 0, BF16),
             (x, -1, FP64, None, None, keep, False, "nan", None, sink),
+            (x, -1, None, *unscored, None, True),
         ],
         "log_softmax": [
             (x, 0),
@@ -52,8 +53,9 @@ def softmax_samples():
             (x, [0, 1], False, *unscored, None, FP64),
             (x, [-1], False, None, scale, keep, False, "nan", None, sink),
             (x, [-1], True, *unscored, sink, FP64),
+            (x, [0], False, *unscored, None, None, True),
         ],
-        "softmax_backward": [(x, y, 1), (x, y, 0, FP16, 0.5)],
+        "softmax_backward": [(x, y, 1), (x, y, 0, FP16, 0.5), (x, y, 1, None, None, True)],
         "log_softmax_backward": [(x, y, 1), (x, y, 1, FP16, 2.0)],
     }
 
@@ -80,6 +82,7 @@ def loss_samples():
             (x, target),
             (x, target, weight, -100, "sum", 0.1, 5.0, 2.0, 0.1, FP64, True),
             (x, target, None, *second, BF16),
+            (x, target, weight, -100, "none", 0.1, 5.0, 2.0, 0.1, None, False, True),
         ],
         "cross_entropy_given_lse": [
             (x, target, m + ls + 0.5),

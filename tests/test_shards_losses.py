@@ -44,7 +44,7 @@ LOSSES = {
 
 def test_every_option_of_a_loss_is_tried():
     """One that a part of the way over ranks forgets would be left out of the loss without a word."""
-    assert {name for name in Loss.OPTIONS if not any(name in each for each in LOSSES.values())} == {"weight"}
+    assert {name for name in Loss.FORMULA if not any(name in each for each in LOSSES.values())} == {"weight"}
 
 
 @pairwise()

@@ -50,7 +50,7 @@ def test_one_launch_does_it_all(device, nvidia):
     loss, dx = Loss(), torch.empty_like(x)
     assert is_whole(plan_forward(x, dx, loss), dx, loss)
     prepared = prepare_losses(Given(x, dx, target), loss, None, None, False, torch.float32)
-    rows = prepared(Given(x, dx, target), loss.numbers())
+    rows = prepared(Given(x, dx, target), loss.numbers)
     exact = x.double().requires_grad_()
     truth = torch.nn.functional.cross_entropy(exact, target)
     torch.testing.assert_close(rows.result.double(), truth, rtol=1e-6, atol=1e-6)

@@ -120,7 +120,8 @@ class Record:
     reason: why it went there.
     ways: of a pass of attention, which way of its table takes it, and why the ones before it do not: in the order in
         which they were asked, each with `of`, `name` and `refused`.
-    plan: the frozen records by which its kernels were launched, in the order of their first launch.
+    plan: the frozen records by which its kernels were launched, in the order of their first launch. batch_invariant
+        of a RowPlan says whether a row has the same bits in any batch by it.
     kernels: names of this package's kernels in the order of their launches.
     compile_seconds: how long Triton compiled for it; 0.0 if it compiled nothing.
     depth: how many calls it is within.
@@ -143,7 +144,9 @@ class Record:
         for each in self.ways:
             lines.append(f"{indent}  {each.of}: by {each.name}")
             lines += [f"{indent}    not by {name}: {why}" for name, why in each.refused.items()]
-        lines += [f"{indent}  plan: {each}" for each in self.plan]
+        for each in self.plan:
+            alone = ", by which a row has the same bits in any batch" if getattr(each, "batch_invariant", False) else ""
+            lines.append(f"{indent}  plan: {each}{alone}")
         runs = [(name, len(list(run))) for name, run in groupby(self.kernels)]
         if runs:
             lines.append(f"{indent}  kernels: {', '.join(f'{name} x {n}' if n > 1 else name for name, n in runs)}")

@@ -33,9 +33,11 @@ class _Scored(torch.nn.Module):
         is_causal: bool = False,
         masked_rows: MaskedRows = "nan",
         sink: float | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
         super().__init__(dim)
         self.scale, self.is_causal, self.masked_rows, self.sink = scale, is_causal, masked_rows, sink
+        self.batch_invariant = batch_invariant
 
     def forward(self, input: Tensor, *, mask: Tensor | None = None, sink: float | Tensor | None = None) -> Tensor:
         dim = self.dim
@@ -43,11 +45,11 @@ class _Scored(torch.nn.Module):
             dim = torch.nn.functional._get_softmax_dim(self._function.__name__, input.dim(), 5)  # type: ignore[attr-defined]
         return self._function(
             input, dim, scale=self.scale, mask=mask, is_causal=self.is_causal, masked_rows=self.masked_rows,
-            sink=self.sink if sink is None else sink,
+            sink=self.sink if sink is None else sink, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        plain = {"scale": None, "is_causal": False, "masked_rows": "nan", "sink": None}
+        plain = {"scale": None, "is_causal": False, "masked_rows": "nan", "sink": None, "batch_invariant": None}
         given = {name: getattr(self, name) for name, value in plain.items() if getattr(self, name) != value}
         return f"dim={self.dim}" + "".join(f", {name}={value!r}" for name, value in given.items())
 
@@ -56,7 +58,8 @@ class Softmax(_Scored, torch.nn.Softmax):
     """`fused_softmax.softmax` as a module: an instance of torch.nn.Softmax, but not supported by torch.jit.script.
 
     dim: the dimension that sums to 1. None picks 0 or 1 by the input's rank and warns, as torch.nn.Softmax does.
-    scale and sink (numbers), is_causal, masked_rows: arguments of `fused_softmax.softmax`, passed in every call.
+    scale and sink (numbers), is_causal, masked_rows, batch_invariant: arguments of `fused_softmax.softmax`, passed in
+        every call.
 
     Call it with the input, which may have any shape and a float dtype. It returns the input's shape. By keyword, a call
     takes a mask, and a sink, which may be a tensor and replaces the module's. It raises the function's errors.
@@ -80,8 +83,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`fused_softmax.cross_entropy` as a module: an instance of torch.nn.CrossEntropyLoss.
 
     weight, ignore_index, reduction, label_smoothing: torch's arguments.
-    softcap, scale, lse_square_scale, return_lse, return_z_loss, return_token_stats, inplace_backward, dtype: arguments
-        of the function, passed in every call.
+    softcap, scale, lse_square_scale, return_lse, return_z_loss, return_token_stats, inplace_backward, dtype,
+        batch_invariant: arguments of the function, passed in every call.
 
     Call it with the logits [n_classes], [n, n_classes] or [n, n_classes, d1, ...], the target and, by keyword, the
     function's lse. It returns what the function returns, and raises its errors; an unknown option raises TypeError.

@@ -27,6 +27,7 @@ MOST_CALLS = 4096  # shapes of which calls are kept
 _MOST_ALIKE = 8  # calls of one shape: other strides, dtypes, alignments
 
 _kept: dict[tuple, list[tuple]] = {}
+_came: set[int] = set()  # hashes of the keys of calls that were made from others
 _lock = Lock()
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -125,7 +126,10 @@ def _sorted(input, others):
 
 
 def _of_other_size(name, options, input, others):
-    """The call made from one that differs in the leading size alone, and kept; None where there is no such call."""
+    """The call made from one that differs in the leading size alone; None where there is no such call.
+
+    It is kept when it comes a second time: calls that never come again would be all that the garbage collector sees.
+    """
     try:
         shape = input.shape
         if len(shape) < 2:
@@ -138,10 +142,14 @@ def _of_other_size(name, options, input, others):
             alone = led == (0,)  # the key has the input's shape, so that this guard does for the new number too
             if not alone and not all(tensors[i].shape[0] == n for i in led):
                 continue
-            found = launched.for_rows(n, of)
-            if found is not None:
-                call = found.__call__
-                _put((name, options, shape, *kinds), (check if alone else _guard(tensors), places, call))
+            call = launched.for_rows(n, of)
+            if call is not None:
+                key = name, options, shape, *kinds
+                if hash(key) in _came:
+                    _put(key, (check if alone else _guard(tensors), places, call))
+                elif len(_came) >= MOST_CALLS:
+                    _came.clear()
+                _came.add(hash(key))
                 return call
     except (AttributeError, RuntimeError, TypeError):
         pass
@@ -173,6 +181,7 @@ def forget() -> None:
     """Forget every call."""
     with _lock:
         _kept.clear()
+        _came.clear()
 
 
 def _put(key: tuple, entry: tuple) -> None:

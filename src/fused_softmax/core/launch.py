@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from operator import itemgetter
 from threading import Lock
 from types import SimpleNamespace
@@ -148,26 +148,24 @@ class Launch:
     __slots__ = ("__call__", "_given", "_loaded", "_maps", "_numbers", "_scalars")
 
     def __init__(self, loaded, grid, scalars, numbers, given, maps):
-        if grid[0] * grid[1] * grid[2] >= 2**31:
-            raise ValueError(f"a grid of {grid} has 2**31 programs or more; Triton's launcher would drop it silently")
         self._loaded, self._scalars, self._numbers = loaded, scalars, numbers
         self._given, self._maps = given, maps
         self.__call__ = loaded.bind(grid, given, scalars, numbers, maps)
 
-    def again(self, grid, changed: dict[int, int]) -> "Launch | None":
-        """The same kernel with another grid and other integers among the scalars, by index.
+    def again(self, grid, changed: dict[int, int]) -> Callable[..., None] | None:
+        """What launches the same kernel with another grid and other integers among the scalars, by index.
 
         None where Triton would compile another kernel for one of them.
         """
-        kernel, first, scalars = self._loaded.kernel, len(self._given), list(self._scalars)
+        loaded, first, scalars = self._loaded, len(self._given), list(self._scalars)
         for i, value in changed.items():
             if value == scalars[i]:
                 continue
-            fixed = kernel.arg_names[first + i] in _unspecialised(kernel)
+            fixed = loaded.fixed[first + i]
             if _kind(value, fixed) != _kind(scalars[i], fixed):
                 return None
             scalars[i] = value
-        return Launch(self._loaded, _grid(grid), tuple(scalars), self._numbers, self._given, self._maps)
+        return loaded.bind(_grid(grid), self._given, tuple(scalars), self._numbers, self._maps)
 
     @property
     def resources(self) -> "Resources | None":
@@ -188,44 +186,36 @@ class Loaded:
     def __init__(self, kernel, compiled, constexprs, device, options, direct, keeps):
         self.kernel, self.compiled, self.constexprs = kernel, compiled, constexprs
         self.device, self.options, self.keeps = device, options, keeps
+        self.fixed = [name in _unspecialised(kernel) for name in kernel.arg_names]
         self._direct = direct
 
-    def bind(self, grid, given, scalars, numbers, maps):
-        public = self._public(grid, given, scalars, numbers, maps)
+    def bind(self, *how):
+        """What launches it. how: the grid, which tensors there are, the scalars, which are numbers, and maps."""
         if self._direct is None:
-            return public
-        if self._direct.current_device is None:
-            elsewhere = public
-        else:
+            return partial(self._public, how)
+        return self._direct.bind(*how, partial(self._elsewhere, how))
 
-            def elsewhere(*arguments):
-                if self._direct.current_device() == self.device:
-                    return public(*arguments)
-                with torch.cuda.device(self.device):
-                    return bound(*arguments)
+    def _elsewhere(self, how, *arguments):
+        current_device = self._direct.current_device
+        if current_device is None or current_device() == self.device:
+            return self._public(how, *arguments)
+        with torch.cuda.device(self.device):
+            return self.bind(*how)(*arguments)
 
-        bound = self._direct.bind(grid, given, scalars, numbers, maps, elsewhere)
-        return bound
-
-    def _public(self, grid, given, scalars, numbers, maps):
-        kernel, constexprs, options, device = self.kernel, self.constexprs, self.options, self.device
-        n_tensors = sum(given)
-
-        def launch(*arguments):
-            rest = iter(arguments)
-            tensors = [_as_bytes(next(rest)) if there else None for there in given]
-            for i, each in maps.items():
-                tensors[i] = each.of(tensors[i])
-            now = list(scalars)
-            for i, value in zip(numbers, arguments[n_tensors:], strict=True):
-                if type(now[i]) is int:
-                    now[i] = value
-                else:
-                    now[i] = math.copysign(_LEAST, value) if 0 < abs(value) < _LEAST else float(value)
-            with torch.cuda.device(device) if device >= 0 else nullcontext():
-                kernel[grid](*tensors, *now, **constexprs, **options)
-
-        return launch
+    def _public(self, how, *arguments):
+        grid, given, scalars, numbers, maps = how
+        rest = iter(arguments)
+        tensors = [_as_bytes(next(rest)) if there else None for there in given]
+        for i, each in maps.items():
+            tensors[i] = each.of(tensors[i])
+        now = list(scalars)
+        for i, value in zip(numbers, rest, strict=True):
+            if type(now[i]) is int:
+                now[i] = value
+            else:
+                now[i] = math.copysign(_LEAST, value) if 0 < abs(value) < _LEAST else float(value)
+        with torch.cuda.device(self.device) if self.device >= 0 else nullcontext():
+            self.kernel[grid](*tensors, *now, **self.constexprs, **self.options)
 
 
 class _Direct:
@@ -431,7 +421,10 @@ def _unspecialised(kernel) -> frozenset[str]:
 
 
 def _grid(grid) -> tuple[int, int, int]:
-    return (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+    sizes = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+    if sizes[0] * sizes[1] * sizes[2] >= 2**31:
+        raise ValueError(f"a grid of {sizes} has 2**31 programs or more; Triton's launcher would drop it silently")
+    return sizes
 
 
 def _kinds(scalars, names, fixed):

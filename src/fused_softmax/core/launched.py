@@ -15,8 +15,8 @@ class Launched:
 
     It allocates and launches, and decides nothing. It holds no tensor of any call.
 
-    for_rows: (n, of) -> the same call for tensors of which n leading rows stand where it had `of`; None where that
-        takes another plan or another kernel.
+    for_rows: (n, of) -> the function of the same call for tensors of which n leading rows stand where it had `of`; None
+        where that takes another plan or another kernel.
     like: allocates a result as this call does, so that a call which takes such a result can be prepared.
     by_row: whether its tensors of one dim less than the input hold one value a row.
     """
@@ -27,7 +27,7 @@ class Launched:
     def __init__(
         self,
         call: Call,
-        for_rows: "Callable[[int, int], Launched | None]" = for_its_own_number,
+        for_rows: Callable[[int, int], Call | None] = for_its_own_number,
         *,
         like: Callable[[], Any] | None = None,
         by_row: bool = False,
@@ -51,24 +51,19 @@ def compose(
     n: how many leading rows the call has. It can then be made for another number of them, if all of its parts can.
     """
 
-    def remake(m: int, of: int) -> Launched | None:
-        others = []
+    def for_rows(m: int, of: int) -> Call | None:
+        calls = []
         for part in parts:  # a server's new batch size: no frame more than needed
-            other = part and part.for_rows(m, of)
-            if other is None and part is not None:
+            call = part and part.for_rows(m, of)
+            if call is None and part is not None:
                 return None
-            others.append(other)
-        return compose(build, *others, n=n // of * m, like=like, by_row=by_row)  # type: ignore[operator]
+            calls.append(call)
+        return build(n // of * m, *calls)  # type: ignore[operator]
 
     call = build(n, *[part and part.__call__ for part in parts])
-    return Launched(call, for_its_own_number if n is None else remake, like=like, by_row=by_row)
+    return Launched(call, for_its_own_number if n is None else for_rows, like=like, by_row=by_row)
 
 
-def of_rows(launch: Any, for_rows: Callable[[int], Any], n: int) -> Launched:
-    """A kernel's launch for n rows, as a call. for_rows: the launch for another number of them, or None."""
-
-    def remake(m: int, of: int) -> Launched | None:
-        other = for_rows(n // of * m)
-        return None if other is None else of_rows(other, for_rows, n // of * m)
-
-    return Launched(launch.__call__, remake)
+def of_rows(launch: Any, for_rows: Callable[[int], Call | None], n: int) -> Launched:
+    """A kernel's launch for n rows, as a call. for_rows: what launches it for another number of them, or None."""
+    return Launched(launch.__call__, lambda m, of: for_rows(n // of * m))

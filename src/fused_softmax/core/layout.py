@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fused_softmax.core.plan import Alignment
@@ -131,6 +132,31 @@ def alignment_of(x: Tensor, *others: Tensor) -> Alignment:
         return "even"
     nested = any(len(t.shape) > 2 for t in (x, *others))
     return "shifted" if len(places) == 1 and x.shape[-1] >= 2 * vector and not nested else "scalar"
+
+
+def alignment_alone(x: Tensor, *others: Tensor) -> Alignment:
+    """How rows that `rows_alone` has laid out are read and written: by their columns and dtypes alone."""
+    tensors, n_cols = (x, *others), x.shape[-1]
+    even = all(n_cols % (16 // held_bytes(each)) == 0 for each in tensors)
+    assert not even or all(alignment_of(each) == "even" for each in tensors), "rows that start anywhere"
+    return "even" if even else "scalar"
+
+
+def rows_alone(x: Tensor, *beside: torch.dtype) -> Tensor:
+    """x [..., n_cols] as rows [n_rows, n_cols] that are read alike in any batch, at any place in it; a copy if need be.
+
+    Rows start on 16 bytes where their columns allow it, in x's dtype and in those of the tensors beside it. One row
+    alone has n_cols for its stride: Triton must see the same in it as in that of several.
+    """
+    rows, n_cols = flatten(x), x.shape[-1] if x.ndim else 1
+    if rows is not None:
+        vector, stride = 16 // held_bytes(x), rows.stride(0)
+        even = not any(n_cols % (16 // max(2, dtype.itemsize)) for dtype in (x.dtype, *beside))
+        starts = rows.data_ptr() // x.element_size(), stride
+        alike = (stride == 1, stride % 16 == 0) == (n_cols == 1, n_cols % 16 == 0)
+        if alike and not (even and any(start % vector for start in starts)):
+            return rows
+    return x.clone(memory_format=torch.contiguous_format).view(-1, n_cols)
 
 
 def held_bytes(x: Tensor) -> int:

@@ -6,7 +6,7 @@ Of tensors whose rows, or outer indices, are numbered over several dims (`layout
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -123,46 +123,26 @@ def prepare(
 
     specs = [replace(spec, **only) for only in turns] if device < 0 and (exchanges or spec.peers) else [spec]
     slots = _slots(device, plan) if exchanges else None
+    launches = [launch_of(each, slots) for each in specs]
     grows = {name: scalars[i] for i, name in enumerate(names.scalars) if name == leading}
-    kind = _Kind(names.scalars, device, exchanges, count, plan_for)
-    return _launched([launch_of(each, slots) for each in specs], plan, grows, kind)
+    places = {name: i for i, name in enumerate(names.scalars) if name in ("n_rows", "n_programs") or name == leading}
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """What launches of one kernel share, whatever their number of rows."""
-
-    scalars: Sequence[str]
-    device: int
-    exchanges: bool
-    programs: Callable[[Any], int]
-    plan_for: Callable[[int], Any] | None
-
-
-def _launched(launches: list[launch.Launch], plan: Any, grows: Mapping[str, int], kind: _Kind) -> Launched:
-    """grows: values that are in proportion to the plan's rows, by name."""
-
-    def remake(n, of):
-        other = None if plan is None else (kind.plan_for or plan.for_rows)(plan.n_rows // of * n)
+    def for_rows(n, of):
+        other = None if plan is None else (plan_for or plan.for_rows)(plan.n_rows // of * n)
         if other is None:
             return None
         grown = {name: value // of * n for name, value in grows.items()}
-        of_plan = {"n_rows": other.n_rows, "n_programs": other.programs, **grown}
-        changed = {i: of_plan[name] for i, name in enumerate(kind.scalars) if name in of_plan}
-        others = []
-        for each in launches:
-            found = each.again(kind.programs(other), changed)
-            if found is None:
-                return None
-            others.append(found)
-        return _launched(others, other, grown, kind)
+        values = {"n_rows": other.n_rows, "n_programs": other.programs, **grown}
+        changed = {i: values[name] for name, i in places.items()}
+        others = [each.again(count(other), changed) for each in launches]
+        return None if None in others else _call_of(others, other, device, exchanges)
 
-    return Launched(_call_of([each.__call__ for each in launches], plan, kind), remake)
+    return Launched(_call_of([each.__call__ for each in launches], plan, device, exchanges), for_rows)
 
 
-def _call_of(launches, plan, kind):
+def _call_of(launches, plan, device, exchanges):
     """What runs launches one after another: several are of one exchange, under the interpreter."""
-    if not kind.exchanges:
+    if not exchanges:
         if len(launches) == 1:
             return launches[0]
 
@@ -171,7 +151,7 @@ def _call_of(launches, plan, kind):
                 each(*arguments)
 
         return call
-    slots, device, (groups, slots_per_group) = workspace.slots, kind.device, plan.slots
+    slots, (groups, slots_per_group) = workspace.slots, plan.slots
     if device >= 0:
         (only,) = launches
 

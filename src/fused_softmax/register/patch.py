@@ -23,12 +23,14 @@ from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.layout import overlap
+from fused_softmax.core.options import by_environment
 from fused_softmax.core.route import INTERPRET, is_sharded, needs_grad, watcher_of
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.losses.cross_entropy import prepare_plain
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_as_aten
 from fused_softmax.ops.softmax import calls as softmax_calls
+from fused_softmax.ops.softmax.scores import PLAIN, PLAIN_IN_ANY_BATCH, Scores
 
 _DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
 # Where a thread waits that is within no call of anybody's: by module and function.
@@ -151,6 +153,11 @@ def left_to_aten(atens: Callable, refused: str) -> Callable:
     return atens
 
 
+def _scores() -> Scores:
+    """Those of a call of torch's, for which the environment alone says whether a row's bits may follow from others."""
+    return PLAIN_IN_ANY_BATCH if by_environment() else PLAIN
+
+
 # What stands in for ATen's kernel `atens`, and has its arguments.
 
 
@@ -165,7 +172,7 @@ def _softmax(log: bool, atens: Callable) -> Callable:
         refused = refused or _refused_outs(out, x.shape, dtype, x)
         if refused:
             return left_to_aten(atens, refused)(x, dim, half_to_float, **out)
-        return softmax_calls.forward(of, x, (dim,), dtype, out.get("out"))
+        return softmax_calls.forward(of, x, (dim,), dtype, out.get("out"), _scores())
 
     kernel, name = _passing_on(of.name, atens, kernel), of.forward
 
@@ -173,7 +180,7 @@ def _softmax(log: bool, atens: Callable) -> Callable:
         if out is not None:
             return kernel(x, dim, half_to_float, out=out)
         if _depth and not half_to_float:
-            call = find(name, ((dim,), x.dtype, False), x, None)
+            call = find(name, ((dim,), x.dtype, False, by_environment()), x, None)
             if call is not None:
                 return call(x, None, None, None)
         return kernel(x, dim, half_to_float)
@@ -194,14 +201,14 @@ def _gradient(log: bool, atens: Callable) -> Callable:
         if refused:
             return left_to_aten(atens, refused)(dy, y, dim, input_dtype, **out)
         for each in out.values():
-            return softmax_calls.backward_into(dy, y, each, dim, log)
-        return softmax_calls.backward(dy, y, dim, input_dtype, log, False, 1.0)
+            return softmax_calls.backward_into(dy, y, each, dim, log, by_environment())
+        return softmax_calls.backward(dy, y, dim, input_dtype, log, False, 1.0, by_environment())
 
     kernel = _passing_on(name, atens, kernel)
 
     def seen_first(dy: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype, **out: Tensor) -> Tensor:
         if _depth and not out:
-            call = find(name, (dim, input_dtype, False, False), y, dy)
+            call = find(name, (dim, input_dtype, False, False, by_environment()), y, dy)
             if call is not None:
                 return call(dy, y, 1.0)
         return kernel(dy, y, dim, input_dtype, **out)
@@ -223,13 +230,13 @@ def _logsumexp(atens: Callable) -> Callable:
             refused = twice or _refused_outs(out, torch.Size(shape), x.dtype, x)
         if refused:
             return left_to_aten(atens, refused)(x, dim, keepdim, **out)
-        return softmax_calls.forward(of, x, tuple(dim), x.dtype, out.get("out"), keepdim=keepdim)
+        return softmax_calls.forward(of, x, tuple(dim), x.dtype, out.get("out"), _scores(), keepdim)
 
     kernel, name = _passing_on(of.name, atens, kernel), of.forward
 
     def seen_first(x: Tensor, dim: list[int], keepdim: bool = False, **out: Tensor) -> Tensor:
         if _depth and not out:
-            call = find(name, (tuple(dim), x.dtype, keepdim), x, None)
+            call = find(name, (tuple(dim), x.dtype, keepdim, by_environment()), x, None)
             if call is not None:
                 return call(x, None, None, None)
         return kernel(x, dim, keepdim, **out)
@@ -254,7 +261,7 @@ def _cross_entropy(atens: Callable) -> Callable:
             return left_to_aten(atens, refused)(x, target, weight, reduction, ignore_index, label_smoothing)
         name = ("none", "mean", "sum")[reduction]
         prepared = prepare_plain(x, target, weight, ignore_index, name, label_smoothing)
-        options = reduction, ignore_index, label_smoothing > 0, True, torch.is_grad_enabled()
+        options = reduction, ignore_index, label_smoothing > 0, True, torch.is_grad_enabled(), by_environment()
         call = keep(prepared, "aten::cross_entropy", options, x, target, weight)
         return call(x, target, weight, label_smoothing)
 
@@ -266,7 +273,8 @@ def _cross_entropy(atens: Callable) -> Callable:
     ) -> Tensor:  # fmt: skip
         if _depth:
             in_range = 0.0 <= label_smoothing <= 1.0
-            options = reduction, ignore_index, label_smoothing > 0, in_range, torch.is_grad_enabled()
+            smooth, grad = label_smoothing > 0, torch.is_grad_enabled()
+            options = reduction, ignore_index, smooth, in_range, grad, by_environment()
             call = find("aten::cross_entropy", options, x, target, weight)
             if call is not None:
                 return call(x, target, weight, label_smoothing)

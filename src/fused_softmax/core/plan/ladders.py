@@ -130,6 +130,7 @@ GRADIENT_MOST_PARTS = 4096  # a row, where no part needs another's state
 PAIR_PARTS = {2: (8192, 4), 4: (4096, 4)}
 PAIR_NOTE = "bf16 151936 kl 2852 us, in parts of 4096 3364, by 8 warps 3200"
 ALONE_BYTES = 65536  # of a part of a row whose parts must not follow from the number of rows
+ALONE_ROWS = 2**20  # for which rows that one program, or several that wait for each other, hold are then planned
 
 # Reductions: rows are read and none is written; figures are ratios to a read.
 

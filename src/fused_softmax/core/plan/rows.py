@@ -11,6 +11,7 @@ from fused_softmax.core.plan.ladders import (
     ALL_NOTE,
     ALL_REGISTERS,
     ALONE_BYTES,
+    ALONE_ROWS,
     CAUSAL_WARPS,
     FEW_ROWS_COLS,
     GRADIENT_MOST_PARTS,
@@ -36,7 +37,7 @@ from fused_softmax.core.plan.ladders import (
 )
 from fused_softmax.core.plan.sizes import ANY_ROWS, UNBOUNDED, VECTOR_BYTES, Span, both, next_power_of_2, side_of
 from fused_softmax.core.plan.strategies import RowPlan, Rows, Strategy, build, rows_of, split
-from fused_softmax.core.plan.tiles import TILE_BLOCK_COLS, TILES, Alignment, longest, tiles_of
+from fused_softmax.core.plan.tiles import TILE_BLOCK_COLS, TILES, Alignment, Work, longest, tiles_of
 
 _CHOICES = {"part_cols", "block_rows", "block_cols", "num_warps", "copies", "lanes", "poll_last_first", "prefetch"}
 
@@ -50,31 +51,52 @@ def plan_rows(
     alignment: Alignment = "even",
     inputs: int = 1,
     causal: bool = False,
+    batch_invariant: bool = False,
 ) -> RowPlan:
     """The plan for softmax over rows of n_cols elements of `itemsize` bytes; n_rows and n_cols are at least 1.
 
     inputs: 1, or 2 for kernels that read two tensors of the shape, as backward does.
     causal: whether a row ends at its query, so that on average half of it is read.
+    batch_invariant: whether a row is to have the same bits in any batch. The plan then follows from n_cols, itemsize,
+        alignment and device alone: it is that of as many rows as fill the GPU, with another grid.
 
     >>> plan_rows(4096, 131072, 2, H200).strategy
     'split'
     >>> plan_rows(4096, 32768, 2, H200).reasons[0]
     'row: a row of at most 32768 columns fits one program'
     """
-    rows = rows_of(n_rows, n_cols, itemsize, inputs, alignment, device)
+    rows = _rows(n_rows, n_cols, itemsize, inputs, alignment, device, None, batch_invariant)
     plan = _held_rows(rows, alignment)
     ladder = CAUSAL_WARPS.get(itemsize) if causal and device.capability == H200.capability else None
     if ladder and plan.strategy == "row" and n_cols <= ladder.end:
         end, num_warps = ladder.rung(n_cols)
         said = ladder.sentence(f"{num_warps} warps", end)
         because = "a causal row, half of which is hidden, fits one program"
-        return build("row", rows, because, {"num_warps": num_warps}, said=said, same_rows=plan.same_rows)
-    return plan
+        plan = build("row", rows, because, {"num_warps": num_warps}, said=said, same_rows=plan.same_rows)
+    return _of_any_rows(plan, n_rows)
+
+
+def _rows(
+    n_rows: int, n_cols: int, itemsize: int, inputs: int, alignment: Alignment, device: Device, work: Work | None,
+    batch_invariant: bool,
+) -> Rows:  # fmt: skip
+    """The rows to plan for, of which a plan for any batch has one number, whatever it is for."""
+    planned = ALONE_ROWS if batch_invariant and n_rows > 0 else n_rows
+    return rows_of(planned, n_cols, itemsize, inputs, alignment, device, work, batch_invariant)
+
+
+def _of_any_rows(plan: RowPlan, n_rows: int) -> RowPlan:
+    """A plan for any batch, for so many rows; any other plan as it is."""
+    if not plan.batch_invariant:
+        return plan
+    because = "whatever stands beside a row, so that it has the same bits in any batch"
+    return replace(plan, n_rows=n_rows, same_rows=ANY_ROWS, reasons=(*plan.reasons, because))
 
 
 def _held_rows(rows: Rows, alignment: Alignment) -> RowPlan:
     """The decision which strategy. alignment: as the caller has it, whatever rows of this length allow."""
     n_cols, device = rows.n_cols, rows.device
+    alignment = rows.alignment if rows.batch_invariant else alignment
     shared = longest(rows.work, alignment, rows.itemsize)
     if n_cols <= shared:
         return build("tile", rows, f"rows of at most {shared} columns share programs")
@@ -120,15 +142,24 @@ def _longest_row(rows: Rows) -> tuple[int, bool]:
     return ladder.end, built_in
 
 
-def plan_loss(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignment: Alignment = "even") -> RowPlan:
+def plan_loss(
+    n_rows: int,
+    n_cols: int,
+    itemsize: int,
+    device: Device,
+    *,
+    alignment: Alignment = "even",
+    batch_invariant: bool = False,
+) -> RowPlan:
     """The plan for losses of rows of logits with their gradient in one pass, which hold each row until it is written.
 
     itemsize: of the logits as they are held. A loss without gradient is a reduction: `plan_reduction`.
+    batch_invariant: as `plan_rows`.
 
     >>> plan_loss(4096, 32768, 4, H200).strategy, plan_rows(4096, 32768, 4, H200).strategy
     ('split', 'row')
     """
-    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device, "loss")
+    rows = _rows(n_rows, n_cols, itemsize, 1, alignment, device, "loss", batch_invariant)
     plan = _held_rows(rows, alignment)
     if plan.num_warps == 32 and rows.held in SPLIT_PARTS:
         because = "a program of 32 warps has 64 registers a thread, too few for what a loss adds"
@@ -136,7 +167,7 @@ def plan_loss(n_rows: int, n_cols: int, itemsize: int, device: Device, *, alignm
     if plan.strategy == "split" and plan.parts > most_parts(plan, device, registers=ALL_REGISTERS):
         because = f"with all {ALL_REGISTERS} registers, as a loss may take, the chip holds too few parts: read twice"
         plan = build("stream", rows, because, same_rows=plan.same_rows)
-    return plan
+    return _of_any_rows(plan, n_rows)
 
 
 def plan_reduction(
@@ -149,18 +180,21 @@ def plan_reduction(
     writes: bool = False,
     capped: bool = False,
     merges: bool = False,
+    batch_invariant: bool = False,
 ) -> RowPlan:
     """The plan for kernels that read rows tile by tile and hold none: logsumexp, and (writes) its gradient.
 
     Rows are split as far as programs are wanted; where parts of a row are merged, the last alone waits for the others.
     capped: whether a gradient goes through the tanh of a softcap.
     merges: whether a launch of its own merges parts, which rows of a few thousand columns are not worth.
+    batch_invariant: as `plan_rows`, but a long row is cut into parts of one size, however many rows there are.
 
     >>> plan_reduction(8, 32000, 2, H200).strategy
     'split'
     """
-    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device, "lse_gradient" if writes else "reduction")
-    if n_cols <= longest(rows.work, alignment, itemsize):
+    work: Work = "lse_gradient" if writes else "reduction"
+    rows = _rows(n_rows, n_cols, itemsize, 1, alignment, device, work, batch_invariant)
+    if n_cols <= longest(rows.work, rows.alignment if batch_invariant else alignment, itemsize):
         plan = build("tile", rows, "short rows share programs", {"prefetch": 0})
     elif writes:
         plan = _written_reduction(rows)
@@ -169,7 +203,7 @@ def plan_reduction(
     if writes and capped and device.capability != H200.capability:
         because = f"{plan.pieces} pieces halved: tanh takes registers, and Triton 3.9 spills for sm_100"
         plan = replace(plan, pieces=-(-plan.pieces // 2), reasons=(*plan.reasons, because))
-    return plan
+    return _of_any_rows(plan, n_rows)
 
 
 def plan_alone(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPlan:
@@ -182,7 +216,7 @@ def plan_alone(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPl
     (5, 5)
     """
     alignment: Alignment = "scalar" if n_cols % (VECTOR_BYTES // itemsize) else "even"
-    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device, "reduction")
+    rows = rows_of(n_rows, n_cols, itemsize, 1, alignment, device, "reduction", batch_invariant=True)
     num_warps, tile_cols, warps = _reduction_warps(rows)
     parts = min(-(-n_cols * itemsize // ALONE_BYTES), STREAM_MOST_PARTS)
     part_cols = -(-n_cols // parts // tile_cols) * tile_cols if parts > 1 else max(n_cols, tile_cols)
@@ -201,7 +235,7 @@ def plan_pairs(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPl
     held = 2, itemsize
     if n_cols % (VECTOR_BYTES // itemsize) or held not in SPLIT_PARTS:
         return None
-    rows = rows_of(n_rows, n_cols, itemsize, 2, "even", device)
+    rows = rows_of(n_rows, n_cols, itemsize, 2, "even", device, batch_invariant=True)
     part_cols, num_warps = PAIR_PARTS[itemsize]
     if n_cols <= part_cols:
         return build("row", rows, f"a pair of rows of at most {part_cols} columns fits one program")
@@ -231,18 +265,26 @@ def _long_reduction(rows: Rows, *, alone: bool) -> RowPlan:
     same_rows = side_of(n_rows, REDUCTION_PROGRAMS * sm_count - 1)
     programs = REDUCTION_PARTS * sm_count
     least = max(tile_cols, n_cols // STREAM_MOST_PARTS)
-    part_cols = max(least, -(-n_cols // -(-programs // n_rows)) if few else n_cols)
+    wanted = -(-programs // n_rows) if few else 1
+    if rows.batch_invariant:
+        wanted, same_rows = -(-n_cols * rows.itemsize // ALONE_BYTES), ANY_ROWS
+    part_cols = max(least, -(-n_cols // wanted))
     choices: dict[str, Any] = {"num_warps": num_warps, "prefetch": 0}
     if alone or least >= n_cols or rows.held not in SPLIT_PARTS:
         because = "a row is one part, of which its program holds no more than a tile"
         plan = build("row", rows, because, choices, said=warps)
     elif part_cols >= n_cols:
         because = f"at least {REDUCTION_PROGRAMS} rows a multiprocessor, each read by one program"
+        if rows.batch_invariant:
+            because = f"a row of at most {ALONE_BYTES >> 10} KiB is read by one program"
         plan = build("row", rows, because, choices, said=warps, same_rows=same_rows)
     else:
         because = f"fewer than {REDUCTION_PROGRAMS} rows a multiprocessor: parts fill the chip ({REDUCTION_NOTE})"
         choices |= {"part_cols": part_cols, "copies": 1, "poll_last_first": False}
-        same_rows = both(same_rows, _rows_of_parts(rows, part_cols, least, programs))
+        if rows.batch_invariant:
+            because = f"parts of about {ALONE_BYTES >> 10} KiB"
+        else:
+            same_rows = both(same_rows, _rows_of_parts(rows, part_cols, least, programs))
         plan = build("split", rows, because, choices, said=warps, same_rows=same_rows)
     pieces = _reduction_pieces(plan)
     return replace(plan, pieces=pieces, full_pieces=0)

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from fused_softmax.core.plan.device import H200, Device
 from fused_softmax.core.plan.ladders import (
+    ALONE_BYTES,
     FEW_ROWS_PARTS,
     FEW_ROWS_PARTS_OF,
     LEAST_SHIFTED,
@@ -47,8 +48,9 @@ class RowPlan:
     alignment: "even", every row starts and ends on 16 bytes; "shifted", an aligned body with guarded edges.
     reasons: why the plan is as it is, and on which measurement, a sentence for each decision.
     same_rows: the least and the greatest n_rows for which the same planning call gives this plan but for n_rows.
+    batch_invariant: whether nothing of it but n_rows follows from the number of rows.
 
-    Two plans are equal that launch the same; `reasons` and `same_rows` do not count.
+    Two plans are equal that launch the same; the last three do not count.
     """
 
     strategy: Strategy
@@ -71,6 +73,7 @@ class RowPlan:
     prefetch: int
     reasons: tuple[str, ...] = field(compare=False, repr=False)
     same_rows: Span = field(compare=False, repr=False)
+    batch_invariant: bool = field(default=False, compare=False, repr=False)
 
     @property
     def programs(self) -> int:
@@ -121,7 +124,7 @@ class RowPlan:
         return self.n_rows * self.n_cols
 
     def data(self) -> dict[str, Any]:
-        """The decision as a flat dict for JSON, without `reasons` and `same_rows`."""
+        """The decision as a flat dict for JSON: what counts where plans are compared."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
 
     def for_rows(self, n_rows: int) -> "RowPlan | None":
@@ -148,6 +151,7 @@ class Rows(NamedTuple):
 
     held: (inputs, itemsize). Ladders are found by it, or by work.
     body: the longest that the aligned part of a row can be.
+    batch_invariant: whether nothing of a plan but n_rows may follow from the number of rows.
     """
 
     n_rows: int
@@ -160,14 +164,18 @@ class Rows(NamedTuple):
     work: Work
     vector: int
     body: int
+    batch_invariant: bool = False
 
 
 def rows_of(
-    n_rows: int, n_cols: int, itemsize: int, inputs: int, alignment: Alignment, device: Device, work: Work | None = None
-) -> Rows:
+    n_rows: int, n_cols: int, itemsize: int, inputs: int, alignment: Alignment, device: Device,
+    work: Work | None = None, batch_invariant: bool = False,
+) -> Rows:  # fmt: skip
     """The rows, with the alignment that such a length allows. ValueError for a shape of nothing.
 
     work: softmax or its gradient, by the number of inputs, unless told.
+    batch_invariant: rows then do not start anywhere against 16 bytes: what stands before the first boundary would be
+        summed by itself, and would differ from row to row.
     """
     if n_rows < 1 or n_cols < 1:
         raise ValueError(f"a plan is for at least 1 row of 1 column; got {n_rows} x {n_cols}")
@@ -175,12 +183,13 @@ def rows_of(
         raise ValueError(f"1 or 2 inputs are read; got {inputs}")
     if alignment == "even" and n_cols % (VECTOR_BYTES // itemsize):
         alignment = "shifted"  # no row of such a length can end on 16 bytes
-    if alignment == "shifted" and n_cols < LEAST_SHIFTED[itemsize]:
+    if alignment == "shifted" and (batch_invariant or n_cols < LEAST_SHIFTED[itemsize]):
         alignment = "scalar"
     vector = 1 if alignment == "scalar" else VECTOR_BYTES // itemsize
     body = n_cols // vector * vector
     work = work or ("forward" if inputs == 1 else "gradient")
-    return Rows(n_rows, n_cols, itemsize, inputs, alignment, device, (inputs, itemsize), work, vector, body)
+    held = inputs, itemsize
+    return Rows(n_rows, n_cols, itemsize, inputs, alignment, device, held, work, vector, body, batch_invariant)
 
 
 class Shape(NamedTuple):
@@ -289,7 +298,9 @@ def stream(rows: Rows, choices: Choices) -> Shape:
     num_warps = choices.get("num_warps", STREAM_WARPS)
     block_cols = _block_cols(rows, num_warps, choices)
     step, wanted, same_rows = STREAM_PIECES * block_cols, choices.get("part_cols"), ANY_ROWS
-    if wanted is None:
+    if wanted is None and rows.batch_invariant:
+        wanted = max(ALONE_BYTES // rows.itemsize, rows.n_cols // STREAM_MOST_PARTS)
+    elif wanted is None:
         programs = STREAM_PROGRAMS * rows.device.sm_count
         least = max(step, rows.n_cols // STREAM_MOST_PARTS)
         wanted = max(least, rows.n_cols * rows.n_rows // programs)
@@ -381,4 +392,5 @@ def build(
         prefetch=prefetch,
         reasons=tuple(reasons),
         same_rows=same_rows,
+        batch_invariant=rows.batch_invariant,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import LOSS, refusing
+from fused_softmax.core.options import by_environment, refuse_batch_invariant
 from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
@@ -25,6 +26,7 @@ from fused_softmax.ops.losses.divergence_rows import differentiated as different
 from fused_softmax.ops.losses.divergence_rows import is_written_at_once
 from fused_softmax.ops.losses.divergence_rows import summed as summed_pair
 from fused_softmax.ops.losses.given_lse import lse_of_rows
+from fused_softmax.ops.losses.launches import rows_for
 from fused_softmax.ops.losses.options import (
     NUMBERS,
     WITHOUT_ROWS,
@@ -36,7 +38,7 @@ from fused_softmax.ops.losses.options import (
     refused_loss,
     weight_for_kernels,
 )
-from fused_softmax.ops.losses.output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of
+from fused_softmax.ops.losses.output import STATISTICS, CrossEntropyOutput, TokenStats, Wanted, output_of, shaped
 from fused_softmax.ops.losses.over_ranks.divergence import lacks, probabilities_over_ranks
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_of_whole_rows, loss_on_shards, mesh_of_loss
 from fused_softmax.ops.losses.over_ranks.peers import in_one_launch, prepare_loss, states_by, written_at_once
@@ -72,6 +74,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     dtype: torch.dtype | None = None,
     lse: Tensor | None = None,
+    batch_invariant: bool | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
     shard_sizes: Sequence[int] | None = None,
@@ -108,12 +111,17 @@ def cross_entropy(
         the target. lse is a constant: it gets no gradient, and a second derivative holds it. The loss reads the
         targets' logits alone, and the gradient is made in the backward pass. A target that is not among the input's
         classes has to be ignored, and its row gets no gradient. return_lse returns the given lse.
+    batch_invariant: as softmax's. A row's loss, lse, z-loss and statistics have the same bits in any batch, and so has
+        its row of the gradient, where the same gradient comes back to it. A sum or mean adds the losses of all rows,
+        and a mean divides by their number: these follow from the batch. Rows are summed in one order if their loss
+        alone is computed, and may be in another if its gradient is written with it (mean and sum).
 
     group: of torch.distributed, over whose ranks the classes lie in shards: each rank gives its own columns of the
         logits, of weight and of probabilities, in rank order, as many as it has. Targets that are classes are among
         all, the same on all ranks. So is the loss; each rank's incoming gradient is that of this one loss, which is
         never summed over ranks. Every rank of the group makes the same call. There is no second derivative. With
         probabilities, return_token_stats and a weight that requires a gradient raise ValueError.
+        It takes no batch_invariant.
     n_classes: with group: of all shards together, if not the sum of their columns. Columns past it, at the end of the
         last shards, are padding without a gradient.
     shard_sizes: with group: the classes of each rank, in rank order, the same on all ranks; 0 is a size. Without it all
@@ -139,17 +147,21 @@ def cross_entropy(
     tensor(0.4076, device='cuda:0')
     >>> cross_entropy(logits, target, group=torch.distributed.group.WORLD)  # [8192, 64128] on each of two ranks, [8192]
     """
+    if batch_invariant is None:
+        batch_invariant = by_environment()
     if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
         wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
         options = {
             "weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
             "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale,
+            "batch_invariant": batch_invariant,
         }  # fmt: skip
         return _of_shards(input, target, options, wanted, lse, over_of(group, n_classes, shard_sizes, transport))
     key = key_of(
         ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale,
         # Without gradients a loss alone is another call, which reads the logits and writes none.
         (return_lse, return_z_loss, return_token_stats, inplace_backward, dtype, torch.is_grad_enabled()),
+        batch_invariant,
     )  # fmt: skip
     if key is not None:
         if lse is None:
@@ -161,18 +173,20 @@ def cross_entropy(
     wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats), bool(inplace_backward), dtype)
     options = {
         "weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
-        "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale,
+        "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale, "batch_invariant": batch_invariant,
     }  # fmt: skip
     return _cross_entropy(input, target, options, wanted, lse, key)
 
 
-def key_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted) -> Any:
+def key_of(
+    ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted, batch_invariant=False
+) -> Any:  # fmt: skip
     """All that a kept call depends on but tensors and the values of numbers; None where a number wants a check."""
-    if CHECK or type(ignore_index) is not int:
+    if CHECK or type(ignore_index) is not int or type(batch_invariant) is not bool:
         return None
     if label_smoothing == 0 and softcap is None and scale is None and lse_square_scale == 0:
         plain = type(label_smoothing) is not bool and type(lse_square_scale) is not bool
-        return (ignore_index, reduction, wanted) if plain else None
+        return (ignore_index, reduction, wanted, batch_invariant) if plain else None
     if type(label_smoothing) is not float or not 0.0 <= label_smoothing <= 1.0:
         return None
     if softcap is not None and (type(softcap) is not float or not 0.0 < softcap < float("inf")):
@@ -182,7 +196,7 @@ def key_of(ignore_index, reduction, label_smoothing, softcap, scale, lse_square_
     if type(lse_square_scale) is not float:
         return None
     kind = label_smoothing > 0, softcap is not None, kind_of_scale(scale), lse_square_scale != 0
-    return ignore_index, reduction, wanted, kind
+    return ignore_index, reduction, wanted, batch_invariant, kind
 
 
 def _cross_entropy(input, target, options, wanted, lse, key):
@@ -194,6 +208,8 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     result_dtype = dtype_of_loss(name, input, target, wanted.dtype)
     mesh = mesh_of_loss(name, {"input": input, "lse": lse}, target, weight)
     if mesh is not None:
+        if loss.batch_invariant:
+            refuse_batch_invariant(name, "the logits are a DTensor")
         input = as_dtensor(input, mesh)
         if readable(target) and not on_device(input):
             check_targets(name, target, n_classes, ignore_index)
@@ -213,6 +229,8 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     if route is not Route.KERNEL:
         if not target.is_floating_point() and readable(target):
             check_targets(name, target, n_classes, ignore_index)
+        if loss.batch_invariant and on_device(input) and input.numel():
+            refuse_batch_invariant(name, "torch's operations compute it")
         plain = loss.plain and wanted == Wanted() and lse is None
         if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
             weight = None if weight is None else weight.to(input.dtype)  # which torch alone asks to be one
@@ -227,7 +245,7 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         return _of_probabilities(input, target, loss).to(result_dtype)
     if CHECK:
         check_targets(name, target, n_classes, ignore_index)
-    rows = rows_of(input)
+    rows = rows_for(rows_of(input), loss)
     inplace = wanted.inplace and reduction != "none" and needs_grad(input)
     if inplace:
         _check_inplace(input, rows, wanted)
@@ -292,6 +310,8 @@ def _of_shards(input, target, options, wanted, lse, over):
     with Refusing(name, over, input, target):
         check_over(name, over, input, target, weight)
         loss, columns = _checked(input, target, options, wanted)
+        if loss.batch_invariant:
+            refuse_batch_invariant(name, "ranks cut their rows as their number asks, with group=")
         input, target = resolved(input, target)
         if lse is not None:
             raise ValueError(f"{name}: lse and group= exclude each other: the group's ranks make lse")
@@ -336,7 +356,10 @@ def prepare_plain(
     input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
 ) -> Launched:
     """torch's own cross_entropy, for arguments that were checked: call(input, target, weight, label_smoothing, ...)."""
-    loss = Loss(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    loss = Loss(
+        ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+        batch_invariant=by_environment(),
+    )  # fmt: skip
     at_once = needs_grad(input) and reduction != "none" and input.dtype != torch.float16
     # Below autograd autocast has cast nothing yet: on a GPU torch casts the operations that it composes of this one.
     kind = Kind(loss, Wanted(), autocast.result_dtype("cross_entropy", input), False, at_once)
@@ -349,9 +372,10 @@ def _prepare_call(
     """The call for tensors like these: call(input, target, weight, and the loss's numbers, lse)."""
     differentiates, given = needs_grad(input), kind.loss
     simple = input.ndim == 2 and (input.stride(1) == 1 or input.shape[1] == 1) and target.is_contiguous()
-    plain_numbers = given.numbers() if given.plain and not given.smooth and input.dtype != torch.float64 else None
+    simple = simple and rows_for(input, given).data_ptr() == input.data_ptr()
     of_rows = None if lse is None else lse_of_rows(lse, input)
-    steps = prepare_steps(kind, *as_rows(input, target), loss_now(given, weight, input, numbers), of_rows)
+    rows, flat = as_rows(input, target)
+    steps = prepare_steps(kind, rows_for(rows, given), flat, loss_now(given, weight, input, numbers), of_rows)
 
     def build(n, *steps):
         steps, shape = Steps(*steps), target_shape if n is None else (n,)
@@ -360,17 +384,17 @@ def _prepare_call(
             input, target, weight, label_smoothing=0.0, softcap=None, scale=None, lse_square_scale=0.0, given_lse=None
         ):
             claim = begin_overwriting(input) if kind.inplace else None
-            rows, flat = (input, target) if simple else as_rows(input, target)
+            rows, flat = input, target
+            if not simple:
+                rows, flat = as_rows(input, target)
+                rows = rows_for(rows, given)
             of_rows = None if given_lse is None else lse_of_rows(given_lse, input)
-            if plain_numbers is not None and weight is None:
-                of_call = given, plain_numbers, of_rows
-            else:
-                loss = loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
-                of_call = loss, loss.numbers(), of_rows
+            loss = loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
+            of_call = loss, loss.numbers, of_rows
             if differentiates:
                 results = differentiated(rows, flat, of_call, (kind, steps, claim, None))
                 if not kind.wanted.beside:
-                    return results if given.reduction != "none" else results.view(shape)
+                    return results if given.reduction != "none" else shaped(results, shape)
                 y, lse, z, *stats = results
             else:
                 y, lse, z, *stats = run_steps(steps, rows, flat, *of_call, kind, None)[0]
@@ -385,12 +409,14 @@ def _prepare_call(
 
 def loss_now(loss: Loss, weight: Tensor | None, input: Tensor, numbers: tuple) -> Loss:
     """A kept call's loss with the weight and the numbers of one call."""
+    if weight is None and loss.constant:
+        return loss
     label_smoothing, softcap, scale, lse_square_scale = numbers
     return Loss(
         weight=weight_for_kernels(weight, input), ignore_index=loss.ignore_index, reduction=loss.reduction,
         label_smoothing=label_smoothing if loss.smooth else 0.0, softcap=None if loss.softcap is None else softcap,
         scale=1.0 if scale is None else scale, lse_square_scale=lse_square_scale if loss.lse_square_scale else 0.0,
-        stats=loss.stats,
+        batch_invariant=loss.batch_invariant, stats=loss.stats,
     )  # fmt: skip
 
 
@@ -421,7 +447,12 @@ def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given
         z = torch.zeros_like(y) if wanted.z_loss else None
         return output_of(y, given_lse.detach(), z, (), wanted, loss.reduction, target.shape)
     y, z, m, ls, *stats = torch.ops.fused_softmax.cross_entropy.default(
-        rows_of(input), target.reshape(-1), *loss.traced(), dtype, wanted.stats
+        rows_of(input),
+        target.reshape(-1),
+        *loss.traced(),
+        dtype,
+        wanted.stats,
+        *((True,) if loss.batch_invariant else ()),
     )
     stats = refusing("cross_entropy", STATISTICS, stats, y, LOSS) if wanted.stats else stats
     return output_of(y, m + ls if wanted.lse else None, z, stats, wanted, loss.reduction, target.shape)
@@ -449,7 +480,8 @@ def _check_inplace(input: Tensor, rows: Tensor, wanted: Wanted) -> None:
     contiguous = rows.stride(-1) == 1 or rows.shape[-1] <= 1
     if rows.data_ptr() != input.data_ptr() or not alone or not contiguous or wanted.stats:
         raise RuntimeError(
-            "cross_entropy: inplace_backward takes logits [n, n_classes] of contiguous rows, without token stats"
+            "cross_entropy: inplace_backward takes logits [n, n_classes] of contiguous rows, without token stats; with "
+            "batch_invariant, of rows that need no copy to be read alike"
         )
 
 

@@ -29,10 +29,10 @@ def forward_given_lse(x: Tensor, target: Tensor, lse: Tensor, loss: Loss, dtype:
     dtype: of the losses; that of the arithmetic if None.
     """
     given = given_of(x, None, target, loss, None)
-    options = *loss.key(), dtype
+    options = *loss.key, dtype
     tensors = x, target, loss.weight, lse
     call = kept("losses_given_lse", options, tensors, prepare_given_lse, given, lse, loss, dtype)
-    return call(given, loss.numbers(), lse)
+    return call(given, loss.numbers, lse)
 
 
 def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype | None) -> Launched:
@@ -42,7 +42,7 @@ def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype 
     dtype, empty = dtype or arithmetic_of(x), allocator(x.device)
 
     def rows_of(n, lse):
-        return LossRows(lse, None, empty((n, 1), (1, 1), dtype))
+        return LossRows(lse, None, empty((n,), (1,), dtype))
 
     def arranged(given, lse, losses):
         return given.x, given.target, given.weight, given.numbers, lse, losses
@@ -51,7 +51,7 @@ def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype 
         block_rows=_ROWS, block_cols=1, pieces=1, vector=1, cast_dtype=TLDTYPES[x.dtype], ptx=has_ptx(device),
         **loss.kind() | {"mean": False},
     )  # fmt: skip
-    numbers = loss.numbers()
+    numbers = loss.numbers
     tensors = arranged(given, lse, rows_of(n_rows, lse).loss)
     scalars = x.stride(0), n_rows, n_classes, loss.ignore_index, numbers.factor, numbers.cap
     reading = launch.prepare(

@@ -19,7 +19,7 @@ from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.layout import alignment_of
+from fused_softmax.core.layout import alignment_alone, alignment_of, rows_alone
 from fused_softmax.core.plan import RowPlan, plan_loss, plan_reduction
 from fused_softmax.core.runner import overlaps, prepare, spec_of
 from fused_softmax.ops.losses.kernels.gradient import _gradient
@@ -32,7 +32,10 @@ WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each
 
 
 class LossRows(NamedTuple):
-    """Of every row: m and ls = log s, whose sum is lse; its loss, in parts to be added; its z-loss; its statistics."""
+    """Of every row: m and ls = log s, whose sum is lse; its loss; its z-loss; its statistics.
+
+    A loss may be in parts to be added: loss is [n] or [n, parts].
+    """
 
     m: Tensor | None
     ls: Tensor | None
@@ -70,13 +73,13 @@ def forward(
     """
     given = given_of(x, dx, target, loss, totals)
     if plan is not None:
-        return prepare_losses(given, loss, plan, dtype, states)(given, loss.numbers())
+        return prepare_losses(given, loss, plan, dtype, states)(given, loss.numbers)
     parts = None if totals is None else totals.shape[1]
     over = dx is not None and dx.data_ptr() == x.data_ptr()
-    options = *loss.key(), parts, over, dtype, states
+    options = *loss.key, parts, over, dtype, states
     tensors = x, target, dx, loss.weight
     call = kept("losses", options, tensors, prepare_losses, given, loss, None, dtype, states)
-    return call(given, loss.numbers())
+    return call(given, loss.numbers)
 
 
 def prepare_losses(
@@ -97,18 +100,23 @@ def prepare_losses(
 
 
 def is_whole(plan: RowPlan, dx: Tensor | None, loss: Loss) -> bool:
-    """Whether one launch counts the targets, writes losses and gradient, and sums the losses. plan: `plan_forward`."""
-    if dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale:
+    """Whether one launch counts the targets, writes losses and gradient, and sums the losses. plan: `plan_forward`.
+
+    Only few rows have such a launch, so that none does where rows are to have the same bits in any batch.
+    """
+    if loss.batch_invariant or dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale:
         return False
     return plan.n_rows <= WHOLE[-1] and plan.strategy in ("row", "split")
 
 
 def plan_forward(x: Tensor, dx: Tensor | None, loss: Loss) -> RowPlan:
-    """The planner's choice for rows [n_rows, n_classes]."""
+    """The planner's choice for rows [n_rows, n_classes], which are `rows_for` the loss."""
     itemsize = arithmetic_of(x).itemsize if loss.softcap is not None else x.element_size()
-    alignment, gpu = alignment_of(x) if dx is None else alignment_of(x, dx), device_of(x.get_device())
+    alone = loss.batch_invariant
+    lies, gpu = alignment_alone if alone else alignment_of, device_of(x.get_device())
     planned, (n_rows, n_classes) = partial(plan_reduction, merges=True) if dx is None else plan_loss, x.shape
-    return planned(n_rows, n_classes, itemsize, gpu, alignment=alignment)
+    alignment = lies(x) if dx is None else lies(x, dx)
+    return planned(n_rows, n_classes, itemsize, gpu, alignment=alignment, batch_invariant=alone)
 
 
 def _spec(x: Tensor, plan: RowPlan, loss: Loss, **fields: Any) -> LossSpec:
@@ -189,7 +197,7 @@ def _rows_maker(
         return LossRows(
             empty(*of_row, arithmetic) if states else None,
             empty(*of_row, arithmetic) if states else None,
-            empty((n, parts), (parts, 1), dtype),
+            empty(*of_row, dtype) if parts == 1 else empty((n, parts), (parts, 1), dtype),
             empty(*of_row, arithmetic) if z_loss else None,
             empty(*of_row, arithmetic) if stats else None,
             empty(*of_row, torch.int64) if stats else None,
@@ -260,6 +268,12 @@ def with_whole_rows(x: Tensor) -> Tensor:
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
+def rows_for(x: Tensor, loss: Loss) -> Tensor:
+    """The same as a loss takes them: `rows_alone` where a row is to have the same bits in any batch."""
+    rows = with_whole_rows(x)
+    return rows_alone(rows) if loss.batch_invariant and rows.numel() else rows
+
+
 def blocks_of(block: int, plan: RowPlan) -> int:
     """Programs that have so many rows each."""
     return -(-plan.n_rows // block)
@@ -275,17 +289,15 @@ def backward(
     dy: what each row's loss counts in the result, one value or one a row; all 1 if None. dz: the same of its z-loss,
     dy's if None. dlse: the gradient of each row's lse. loss.mean divides dy and dz by the totals.
     """
-    if dx is None:
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
-        return dx
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
     dtype = arithmetic_of(x)
     dy, dz, dlse = (None if each is None else each.to(dtype).contiguous() for each in (dy, dz, dlse))
     given = given_of(x, dx, target, loss, totals)
     beside = m, ls, dy, dz, dlse
     if plan is not None:
-        return prepare_gradient(given, beside, loss, plan)(given, beside, loss.numbers())
-    return _gradient_call(given, beside, loss)(given, beside, loss.numbers())
+        return prepare_gradient(given, beside, loss, plan)(given, beside, loss.numbers)
+    return _gradient_call(given, beside, loss)(given, beside, loss.numbers)
 
 
 def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Tensor]:
@@ -296,16 +308,15 @@ def _gradient_call(given: Given, beside: tuple, loss: Loss) -> Callable[..., Ten
 
 def gradient_key(loss: Loss, totals: Tensor | None) -> tuple[str, tuple]:
     """The name and options of a kept gradient."""
-    return "loss_gradient", (*loss.key(), None if totals is None else totals.shape[1])
+    return "loss_gradient", (*loss.key, None if totals is None else totals.shape[1])
 
 
 def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | None = None) -> Launched:
-    """What writes the gradient: call(given, (m, ls, dy, dz, dlse), numbers) -> dx."""
-    x, dx, totals = given.x, given.dx, given.totals
-    device = x.get_device()
-    assert dx is not None
+    """What writes the gradient: call(given, (m, ls, dy, dz, dlse), numbers) -> dx, a new one if none is given."""
+    x, totals, writes, empty = given.x, given.totals, given.dx is not None, allocator(given.x.device)
+    device, dtype, (n_rows, n_classes) = x.get_device(), x.dtype, x.shape
+    dx = given.dx if given.dx is not None else empty((n_rows, n_classes), (n_classes, 1), dtype)
     if plan is None:
-        n_rows, n_classes = x.shape
         plan = plan_reduction(
             n_rows, n_classes, x.element_size(), device_of(device), alignment=alignment_of(x, dx), writes=True,
             capped=loss.softcap is not None,
@@ -313,16 +324,17 @@ def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | No
     spec = _spec(x, plan, replace(loss, stats=False, lse_square_scale=0.0))
     spec = replace(spec, tile=True, axis=1, full_pieces=0, ptx=False, totals=1 if totals is None else totals.shape[1])
     names = (*Given._fields, "m", "ls", "dy", "dz", "dlse")
-    arranged = (*given, *beside)
+    arranged = (*given._replace(dx=dx), *beside)
     steps = [0 if each is None or each.numel() == 1 else 1 for each in beside[2:4]]
     values = loss.values() | {"dy_step": steps[0], "dz_step": steps[1]}
     tensors = dict(zip(names, arranged, strict=True))
     picked = picked_of(arranged)
 
-    def build(_, launch):
+    def build(n, launch):
         def call(given, beside, numbers):
-            launch(*picked((*given, *beside)), *read_numbers(numbers))
-            return given.dx
+            dx = given.dx if writes else empty((n, n_classes), (n_classes, 1), dtype)
+            launch(*picked((given.x, dx, *given[2:], *beside)), *read_numbers(numbers))
+            return dx
 
         return call
 

@@ -348,6 +348,6 @@ def write_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 def _factors(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """What torch multiplies, and how, for a product in `dtype`."""
-    if dtype != a.dtype and a.is_cuda:
-        return a, b, {"out_dtype": dtype}
-    return a.to(dtype), b.to(dtype), {}
+    if dtype == a.dtype:
+        return a, b, {}
+    return (a, b, {"out_dtype": dtype}) if a.is_cuda else (a.to(dtype), b.to(dtype), {})

@@ -114,7 +114,8 @@ def keeps_logits(x: Tensor, linear: Linear, asked: Sequence[bool], loss: Loss) -
 
 def lowered(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What products are made of: a master weight and bias in the dtype of the input."""
-    return x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
+    x, w, bias = x.detach(), w.detach(), None if bias is None else bias.detach()
+    return x, w if w.dtype == x.dtype else w.to(x.dtype), bias if bias is None else bias.to(x.dtype)
 
 
 def by_rows(
@@ -133,8 +134,10 @@ def by_rows(
                 losses.backward(logits, part, rows.m, rows.ls, loss, totals=totals, dx=logits)  # type: ignore[arg-type]
             gradients.add(start, logits)
         found.append(rows if states else rows._replace(m=None, ls=None))
-    if len({rows.loss.shape[1] for rows in found}) > 1:  # another number of rows may be read by other parts
-        found = [rows._replace(loss=rows.loss.sum(1, keepdim=True)) for rows in found]
+    if len(found) == 1:
+        return found[0]
+    if len({rows.loss.shape[1:] for rows in found}) > 1:  # another number of rows may be read by other parts
+        found = [rows._replace(loss=rows.loss.view(len(rows.loss), -1).sum(1)) for rows in found]
     of_all = [None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)]
     return LossRows(*of_all)  # type: ignore[arg-type]
 
@@ -203,8 +206,7 @@ class Gradients:
         left_out: `left_out_of`, for chunks that are added. made: the gradients that are there already.
         """
         self.left_out = left_out
-        self.x, self.w = x.detach(), w.detach()
-        self.asked, self.linear = asked, linear
+        self.x, self.w, self.asked, self.linear = x, w, asked, linear
         several = x.shape[0] > linear.chunk_size
         self.dtype = arithmetic_of(x) if wide or (linear.accumulate and several) else x.dtype
         self.dx, self.dw, self.db = made
@@ -213,7 +215,7 @@ class Gradients:
         stop = start + dlogits.shape[0]
         if self.asked[0]:
             if self.dx is None:
-                self.dx = torch.empty(self.x.shape, dtype=self.x.dtype, device=self.x.device)
+                self.dx = torch.empty_like(self.x, memory_format=torch.contiguous_format)
             torch.mm(dlogits, self.w, out=_part(self.dx, start, stop))
         if self.asked[1]:
             rows = _part(self.x, start, stop)

@@ -18,6 +18,7 @@ from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
+from fused_softmax.core.options import by_environment, is_bool, refuse_batch_invariant
 from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import launches as losses
@@ -57,7 +58,15 @@ from fused_softmax.ops.losses.options import (
     refused_loss,
     weight_for_kernels,
 )
-from fused_softmax.ops.losses.output import NOTHING_MORE, STATISTICS, CrossEntropyOutput, Wanted, output_of, stats_of
+from fused_softmax.ops.losses.output import (
+    NOTHING_MORE,
+    STATISTICS,
+    CrossEntropyOutput,
+    Wanted,
+    output_of,
+    shaped,
+    stats_of,
+)
 from fused_softmax.ops.losses.over_ranks.divergence import lacks, losses_of
 from fused_softmax.ops.losses.over_ranks.dtensor import (
     linear_loss_of_probabilities,
@@ -107,6 +116,7 @@ def linear_cross_entropy(
     accumulate: str = "fp32",
     skip_ignored: bool = False,
     dtype: torch.dtype | None = None,
+    batch_invariant: bool | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
     shard_sizes: Sequence[int] | None = None,
@@ -137,6 +147,9 @@ def linear_cross_entropy(
     skip_ignored: makes no logits for rows that are ignored; their lse and its gradient are then 0. This pays if many
         rows are ignored. It waits for the device, to learn how many they are. Compiled code makes the logits all the
         same.
+    batch_invariant: True raises NotImplementedError, for cuBLAS chooses by the number of rows how it makes logits. None
+        asks FUSED_SOFTMAX_BATCH_INVARIANT, and False stands against it. Logits that a product of your own makes alike
+        in any batch have such a loss by `cross_entropy`.
 
     group, n_classes, shard_sizes, transport: as cross_entropy's. Each rank gives its own rows of linear_weight, and of
         linear_bias and weight, and its own columns of probabilities. The input is the same on all ranks, and so is its
@@ -158,6 +171,11 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens)  # [8192, 4096], [128256, 4096], [8192]
     >>> linear_cross_entropy(hidden, lm_head.weight, tokens, return_lse=True).lse  # [8192], float32
     """
+    if batch_invariant is None:
+        batch_invariant = by_environment()
+    is_bool(_NAME, "batch_invariant", batch_invariant)
+    if batch_invariant:
+        refuse_batch_invariant(_NAME, "cuBLAS chooses by the number of rows how it makes logits")
     wanted = Wanted(bool(return_lse), bool(return_z_loss), bool(return_token_stats))
     key = None
     alone = group is None and n_classes is None and shard_sizes is None and transport is None and not input_sharded
@@ -371,7 +389,7 @@ def _prepare_call(
     dtype: torch.dtype, chunk_size: int | None, accumulate: str,
 ) -> Launched:  # fmt: skip
     """The call for tensors like these: call(input, linear_weight, target, linear_bias, weight, numbers of the loss)."""
-    of_target, features = target.shape, input.shape[-1]
+    of_target, features, is_flat = target.shape, input.shape[-1], input.ndim == 2
     rows, alike = input.reshape(-1, features), replace(loss, weight=None)  # what is kept holds no tensor
     how = _how_of(rows, linear_weight, linear_bias, loss, wanted, chunk_size, accumulate)
     if keeps_logits(rows, how.linear, how.asked, loss):
@@ -381,7 +399,8 @@ def _prepare_call(
         how = how._replace(kind=kind, steps=steps)
 
     def call(input, linear_weight, target, linear_bias, weight, numbers):
-        rows, flat = input.reshape(-1, features), target.reshape(-1).contiguous()
+        rows = input if is_flat else input.reshape(-1, features)
+        flat = (target if is_flat else target.reshape(-1)).contiguous()
         found = _apply(rows, linear_weight, linear_bias, flat, loss_now(alike, weight, input, numbers), how)
         y, lse, z, *stats = found if wanted.beside else (found, None, None)
         return _output(y, lse, z, stats, wanted, alike, of_target, dtype, None)
@@ -403,7 +422,7 @@ def _output(
     """What the caller asked for, losses in `dtype`."""
     z = z.to(dtype) if wanted.z_loss else None
     lse = lse if ignored is None else lse.masked_fill(ignored.reshape(-1), 0.0)
-    return output_of(y.to(dtype), lse, z, stats, wanted, loss.reduction, shape)
+    return output_of(shaped(y, y.shape, dtype), lse, z, stats, wanted, loss.reduction, shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -418,7 +437,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             gradients, ((_, ctx.dlogits),) = None, chunks(*lowered(x, w, bias), how.linear)
             results, _, totals = run_steps(
-                how.steps, ctx.dlogits, target, loss, loss.numbers(), None, how.kind, ctx.dlogits
+                how.steps, ctx.dlogits, target, loss, loss.numbers, None, how.kind, ctx.dlogits
             )  # fmt: skip
         ctx.gradients = gradients
         # In fp16 a mean's division would make gradients vanish that a scaled loss would have kept: it comes later.
@@ -511,7 +530,7 @@ def forward(
         rows = by_rows(*factors, target, of_chunk, totals_of_chunk, linear, gradients, wanted.lse)
         lse = rows.m + rows.ls if wanted.lse else None  # type: ignore[operator]
     if loss.reduction == "none":
-        y, z = rows.loss.view(-1), rows.z
+        y, z = rows.loss, rows.z
         y = y if z is None else y + z
     else:
         y, z = finish(rows, totals, loss, dtype)

@@ -42,6 +42,7 @@ from fused_softmax.ops.losses.options import (
     check_lists,
     check_of_rows,
 )
+from fused_softmax.ops.losses.output import shaped
 from fused_softmax.ops.losses.over_ranks.dtensor import log_prob_on_shards
 from fused_softmax.ops.losses.over_ranks.log_prob import LogProbOverRanks, OfCall
 from fused_softmax.ops.losses.overwritten import check_overwritten
@@ -490,22 +491,16 @@ def _run(rows: Tensor, targets: Tensor, temperature: Tensor | None, columns: Kep
 def output_of(found, wanted: Asked, shape, leading, dtype: torch.dtype) -> Tensor | LogProbOutput:
     """What the caller asked for, in its shapes and dtype. found: log_prob, entropy, lse and statistics of rows."""
     of_targets, *of_rows, top = found
-    of_targets = _shaped(of_targets, shape, dtype)
+    of_targets = shaped(of_targets, shape, dtype)
     if not any(wanted[:-1]):
         return of_targets
     wants = wanted.entropy, wanted.lse, wanted.log_sum_sq_probs, wanted.mean_logits
     entropy, lse, log_sq, mean = (
-        _shaped(each, leading, dtype) if asks else None for each, asks in zip(of_rows, wants, strict=True)
+        shaped(each, leading, dtype) if asks else None for each, asks in zip(of_rows, wants, strict=True)
     )
     top = top.view(shape) if wanted.is_top1 else None
     stats = LogProbStats(log_sq, mean, top) if any(wanted[2:-1]) else None
     return LogProbOutput(of_targets, entropy, lse, stats)
-
-
-def _shaped(y: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """In a shape and dtype; each step that a tensor does without is none of the backward pass either."""
-    y = y if y.shape == shape else y.view(shape)
-    return y if y.dtype == dtype else y.to(dtype)
 
 
 class _LogProb(torch.autograd.Function):
@@ -572,12 +567,12 @@ def _found_gradient(ctx, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse
             return None
     dtype = m.dtype
     if dlog_prob is not None:
-        dlog_prob = dlog_prob.to(dtype).contiguous()
+        dlog_prob = shaped(dlog_prob, dlog_prob.shape, dtype).contiguous()
     if dentropy is not None:
-        dentropy = dentropy.to(dtype).contiguous()
+        dentropy = shaped(dentropy, dentropy.shape, dtype).contiguous()
     if dlse is not None:
-        dlse = dlse.to(dtype).contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dlse = shaped(dlse, dlse.shape, dtype).contiguous()
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     call = find(*ctx.quick, x, dx, target, temperature, entropy, dlog_prob, dentropy, dlse, None)
     if call is None:
         return None

@@ -14,19 +14,21 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.options import refuse_batch_invariant
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.linear_by_classes import left_out_of, without
 from fused_softmax.ops.losses.linear_by_rows import linear_of, lowered
-from fused_softmax.ops.losses.options import OPTIONS, WITHOUT_ROWS, Loss
+from fused_softmax.ops.losses.options import WITHOUT_ROWS, Loss
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.steps import Kind, differentiable_gradient, losses_of
 from fused_softmax.ops.losses.sums import totals_of
 
 _LOSS = Loss.schema()
-_MORE = "ScalarType? dtype=None, bool return_token_stats=False"
+_LAST = Loss.schema(["batch_invariant"])
+_MORE = f"ScalarType? dtype=None, bool return_token_stats=False, {_LAST}"
 # lse is m + ls, and its gradient that of ls. Statistics that are not asked for, z-losses too, are empty or 0.
 _STATS = "Tensor losses, Tensor entropy, Tensor predicted, Tensor correct"
 _ROWS = f"(Tensor loss, Tensor z_loss, Tensor m, Tensor ls, {_STATS})"
@@ -57,13 +59,13 @@ def _on_kernels(x: Tensor) -> bool:
 
 def cross_entropy(input, target, *given):
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
-        of_loss, (dtype, stats) = _split(given)
-        loss = Loss.of_operator(input, of_loss, stats)
+        of_loss, (dtype, stats, alone) = _split(given)
+        loss = replace(Loss.of_operator(input, of_loss, stats), batch_invariant=alone)
         dtype, target = dtype or input.dtype, target.contiguous()
         if not _on_kernels(input):
             return _composed(input, target, loss, dtype)
         kind = Kind(loss, Wanted(lse=True, z_loss=True, stats=stats), dtype, False, False)
-        (y, _, z, *stats), rows, _ = losses_of(losses.with_whole_rows(input), target, loss, kind)
+        (y, _, z, *stats), rows, _ = losses_of(losses.rows_for(input, loss), target, loss, kind)
         # Of results, none is a view of another.
         return y.clone(), z.clone(), rows.m, rows.ls, *(stats or _no_stats(rows.m))
 
@@ -76,7 +78,7 @@ def cross_entropy_given_lse(input, target, lse, *given):
         if not _on_kernels(input):
             return _composed(input, target, loss, dtype, lse)[0]
         kind = Kind(loss, Wanted(), dtype, False, False)
-        return losses_of(losses.with_whole_rows(input), target.contiguous(), loss, kind, lse)[0][0]
+        return losses_of(losses.rows_for(input, loss), target.contiguous(), loss, kind, lse)[0][0]
 
 
 def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
@@ -131,7 +133,9 @@ def linear_backward(dy, x, w, target, bias, *given):
         return tuple(x.new_empty(0) if each is None else each for each in found)
 
 
-def _split(given: tuple, defaults: tuple = (None, False), names: Collection[str] = OPTIONS) -> tuple[tuple, tuple]:
+def _split(
+    given: tuple, defaults: tuple = (None, False, False), names: Collection[str] = Loss.FORMULA
+) -> tuple[tuple, tuple]:
     """A loss's options, and what stands behind them; the dispatcher leaves out last arguments that are defaults."""
     n = len(names)
     more = given[n:]
@@ -210,7 +214,7 @@ def _of_layer(x, w, bias, dlogits, asked):
 
 
 def fake_cross_entropy(input, target, *given):
-    of_loss, (dtype, stats) = _split(given)
+    of_loss, (dtype, stats, _) = _split(given)
     n = input.shape[0]
     shape = [n] if _reduction(of_loss) == "none" else []
     y, z = (input.new_empty(shape, dtype=dtype or input.dtype) for _ in range(2))
@@ -280,7 +284,8 @@ def _reduction(of_loss: tuple) -> str:
 def save_cross_entropy(ctx, inputs, output):
     input, target, *given = inputs
     _, _, m, ls, *stats = output
-    ctx.given = _split(tuple(given))[0][1:]
+    of_loss, (_, _, ctx.batch_invariant) = _split(tuple(given))
+    ctx.given = of_loss[1:]
     ctx.save_for_backward(input, target, m, ls, given[0] if given else None)
     ctx.mark_non_differentiable(m, *stats)
     ctx.set_materialize_grads(False)
@@ -292,6 +297,8 @@ def cross_entropy_gradient(ctx, dy, dz, dm, dls, *_):
     if ctx.needs_input_grad[0] and not (dy is None and dz is None and dls is None):
         if torch.is_grad_enabled():
             loss = Loss.of_operator(input, (weight, *ctx.given))
+            if ctx.batch_invariant:
+                refuse_batch_invariant("cross_entropy", "torch's operations make a gradient that is differentiated")
             dx = differentiable_gradient(input, target, loss, dy, dls, dz)
         else:
             operator = torch.ops.fused_softmax.cross_entropy_backward.default
@@ -380,5 +387,5 @@ def linear_gradient(ctx, dy, dinput, dlinear_weight, dlinear_bias, dlse=None, dz
 
 def _all_of(of_loss: tuple) -> tuple:
     """With the defaults that the dispatcher left out."""
-    defaults = tuple(Loss.DEFAULTS.values())
+    defaults = tuple(Loss.DEFAULTS[name] for name in Loss.FORMULA)
     return (*of_loss, *defaults[len(of_loss) :])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.described import described, typed
-from fused_softmax.core.options import Options, option
+from fused_softmax.core.options import Options, is_bool, option
 
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
 
@@ -70,9 +70,10 @@ class Loss(Options):
     """What a call asks of its losses, beside logits and targets. An option's type, default and check stand here alone.
 
     weight: [n_classes], in the dtype of the arithmetic, or None. scale, softcap: the logits are x * scale, and then
-    softcap * tanh(of that / softcap). stats: whether the entropy and the likeliest class are wanted too.
+    softcap * tanh(of that / softcap). batch_invariant: whether the bits of a row's loss and of its gradient are to
+    follow from the row alone. stats: whether the entropy and the likeliest class are wanted too.
 
-    Operators' schemas, their arguments, and those of the reference have the options in this order.
+    Operators' schemas, their arguments, and those of the reference have the formula's options in this order.
     """
 
     weight: Tensor | None = option(None, "Tensor?")
@@ -82,6 +83,7 @@ class Loss(Options):
     softcap: float | None = option(None, "float?", _is_cap)
     scale: float = option(1.0, "float", _is_finite)
     lse_square_scale: float = option(0.0, "float", _is_number, whole_rows=True)
+    batch_invariant: bool = option(False, "bool", is_bool, of_kernels=True)
     stats: bool = False
 
     @property
@@ -94,8 +96,13 @@ class Loss(Options):
 
     @property
     def plain(self) -> bool:
-        """Whether torch's own cross_entropy has all that is asked."""
-        return self.scale == 1 and self.softcap is None and not self.lse_square_scale and not self.stats
+        """Whether torch's own cross_entropy has all these options."""
+        return self.scale == 1 and self.softcap is None and not self.lse_square_scale
+
+    @cached_property
+    def constant(self) -> bool:
+        """Whether a kept call is of these very numbers each time."""
+        return self.plain and not self.smooth
 
     def kind(self) -> dict[str, Any]:
         """The fields of a LossSpec that this decides."""
@@ -106,14 +113,16 @@ class Loss(Options):
             "z_loss": self.lse_square_scale != 0,
         }  # fmt: skip
 
+    @cached_property
     def key(self) -> tuple:
         """What kept calls depend on of this, beside the values of its numbers and the weight."""
-        return *self.kind().values(), self.ignore_index
+        return *self.kind().values(), self.ignore_index, self.batch_invariant
 
     def values(self) -> dict[str, Any]:
         """A kernel's arguments by name. ignore_index stays with a launch; LossNumbers are given with each."""
-        return {"ignore_index": self.ignore_index, **self.numbers()._asdict()}
+        return {"ignore_index": self.ignore_index, **self.numbers._asdict()}
 
+    @cached_property
     def numbers(self) -> LossNumbers:
         """The numbers as 32 bits hold them, where another is 0 or infinite: -inf times 0 would be NaN."""
         scale, softcap = self.scale, self.softcap
@@ -146,7 +155,7 @@ class Loss(Options):
 
     def reference_arguments(self) -> dict[str, Any]:
         """As `reference.cross_entropy` takes them, but for the reduction."""
-        return {name: value for name, value in self.options().items() if name != "reduction"}
+        return {name: value for name, value in self.formula().items() if name != "reduction"}
 
     @classmethod
     def of_operator(cls, x: Tensor, given: Sequence[Any], stats: bool = False) -> Self:
@@ -163,7 +172,7 @@ READ_NUMBERS = tuple(name for name in LOSS_NUMBERS if name != "hidden")  # of ke
 read_numbers = attrgetter(*READ_NUMBERS)
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.type.startswith("float"))  # given with each call
 WITH_ROWS = tuple(name for name, option in OPTIONS.items() if option.whole_rows)
-WITHOUT_ROWS = tuple(name for name in OPTIONS if name not in WITH_ROWS)  # where lse is given
+WITHOUT_ROWS = tuple(name for name in Loss.FORMULA if name not in WITH_ROWS)  # where lse is given
 
 
 def weight_for_kernels(weight: Tensor | None, x: Tensor) -> Tensor | None:
@@ -335,12 +344,12 @@ class LogProb(Options):
     @cached_property
     def key(self) -> tuple:
         """What kept calls depend on of this, beside the values of its numbers and the temperatures."""
-        return self.loss.key()
+        return self.loss.key
 
     @cached_property
     def numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(all that each launch is given, what a launch is given that masks columns past a row's end)."""
-        numbers = self.loss.numbers()
+        numbers = self.loss.numbers
         return numbers[:3], (numbers.factor, numbers.cap)
 
     def asked(self) -> dict[str, Any]:
@@ -430,7 +439,7 @@ class Divergence(Options):
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """As each launch is given them."""
-        student, teacher = (each.numbers() for each in self.losses)
+        student, teacher = (each.numbers for each in self.losses)
         return student.factor, student.cap, teacher.factor, teacher.cap, float(self.beta), float(self.label_smoothing)
 
     def asked(self) -> dict[str, Any]:

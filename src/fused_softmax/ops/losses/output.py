@@ -1,5 +1,6 @@
 """The results of a cross-entropy: its loss alone, or a CrossEntropyOutput of all that was asked for."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,13 +70,19 @@ NOTHING_MORE = Wanted()
 def output_of(y, lse, z, stats, wanted: Wanted, reduction: str, shape) -> Tensor | CrossEntropyOutput:
     """What the caller asked for, in the shape of the targets."""
     if reduction == "none":
-        y, z = y.view(shape), None if z is None else z.view(shape)
+        y, z = shaped(y, shape), None if z is None else shaped(z, shape)
     if not wanted.beside:
         return y
     return CrossEntropyOutput(
-        y, lse.view(shape) if wanted.lse else None, z if wanted.z_loss else None,
-        TokenStats(*(each.view(shape) for each in stats)) if wanted.stats else None,
+        y, shaped(lse, shape) if wanted.lse else None, z if wanted.z_loss else None,
+        TokenStats(*[shaped(each, shape) for each in stats]) if wanted.stats else None,
     )  # fmt: skip
+
+
+def shaped(y: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """In a shape and dtype; each step that a tensor does without is none of the backward pass either."""
+    y = y if y.shape == shape else y.view(shape)
+    return y if dtype is None or y.dtype == dtype else y.to(dtype)
 
 
 def stats_of(rows: LossRows, target: Tensor, loss: Loss) -> list[Tensor]:
@@ -83,7 +90,9 @@ def stats_of(rows: LossRows, target: Tensor, loss: Loss) -> list[Tensor]:
     if rows.entropy is None or rows.predicted is None:
         return []
     ignored = target.long() == loss.ignore_index  # of uint8, -100 would be 156
-    correct = (rows.predicted == target).masked_fill_(ignored, False)
-    losses = rows.loss.view(-1)
-    losses = losses.clone() if loss.reduction == "none" else losses  # which may be the result itself
-    return [losses, rows.entropy.masked_fill_(ignored, 0.0), rows.predicted.masked_fill_(ignored, 0), correct]
+    predicted = rows.predicted.masked_fill_(ignored, 0)
+    correct = predicted == target
+    if loss.ignore_index == 0:  # or else an ignored target is no 0
+        correct.masked_fill_(ignored, False)
+    losses = rows.loss.clone() if loss.reduction == "none" else rows.loss  # which may be the result itself
+    return [losses, rows.entropy.masked_fill_(ignored, 0.0), predicted, correct]

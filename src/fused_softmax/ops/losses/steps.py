@@ -16,6 +16,7 @@ from fused_softmax.core.calls import find, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
+from fused_softmax.core.options import refuse_batch_invariant
 from fused_softmax.core.route import batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.given_lse import forward_given_lse, prepare_given_lse
@@ -28,10 +29,11 @@ from fused_softmax.ops.losses.launches import (
     is_whole,
     plan_forward,
     prepare_losses,
+    rows_for,
     with_whole_rows,
 )
 from fused_softmax.ops.losses.options import Loss
-from fused_softmax.ops.losses.output import STATISTICS, Wanted, stats_of
+from fused_softmax.ops.losses.output import STATISTICS, Wanted, shaped, stats_of
 from fused_softmax.ops.losses.overwritten import check_claim
 from fused_softmax.ops.losses.sums import (
     counts_targets,
@@ -109,7 +111,7 @@ def dx_like(kind: Kind, x: Tensor) -> Tensor | None:
     """Where a gradient like that of x goes, if it is written with the loss."""
     if not kind.at_once:
         return None
-    return x if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x.detach() if kind.inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def prepare_around(
@@ -148,9 +150,9 @@ def run_steps(
     if rows.result is not None:
         y, z = rows.result, None
     elif steps.finish is None:
-        y, z = rows.loss.view(-1), rows.z
-        y = (y if z is None else y + z).to(kind.dtype)
-        z = None if z is None else z.to(kind.dtype)
+        y, z = rows.loss, rows.z
+        y = shaped(y if z is None else y + z, y.shape, kind.dtype)
+        z = None if z is None else shaped(z, z.shape, kind.dtype)
     else:
         y, z = steps.finish(rows.loss, rows.z, totals, target, loss.weight)
     lse = rows.m + rows.ls if kind.wanted.lse and given_lse is None else None
@@ -197,9 +199,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         loss, numbers, lse = of_call
         kind, steps, ctx.claim, ctx.ranks = how
-        dx = None
-        if kind.at_once:
-            dx = x.detach() if kind.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = dx_like(kind, x)
         results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
         ctx.kind, ctx.numbers, ctx.quick = kind, numbers, None
@@ -237,6 +237,8 @@ class _CrossEntropy(torch.autograd.Function):
             return *ctx.ranks.gradient(ctx, dy), None, None, None
         x, target, totals, m, ls, loss = _saved(ctx)
         if torch.is_grad_enabled():
+            if loss.batch_invariant:
+                refuse_batch_invariant("cross_entropy", "torch's operations make a gradient that is differentiated")
             if x is None:
                 raise RuntimeError("cross_entropy: inplace_backward leaves no logits for a second derivative")
             given_lse = m if ctx.lse_is_given else None
@@ -269,12 +271,12 @@ def _found_gradient(ctx, dy: Tensor) -> Tensor | None:
     for each in (m, ls) if totals is None else (m, ls, totals):  # no guard looks at what hooks of saved tensors return
         if each.is_neg() or not each.is_contiguous():
             return None
-    dx, dy = torch.empty(x.shape, dtype=x.dtype, device=x.device), dy.to(m.dtype).contiguous()
-    call = find(*ctx.quick, x, target, dx, weight, dy, None, None)
+    dy = shaped(dy, dy.shape, m.dtype).contiguous()
+    call = find(*ctx.quick, x, target, None, weight, dy, None, None)
     if call is None:
         return None
     loss = ctx.loss if weight is None else replace(ctx.loss, weight=weight)
-    return call(given_of(x, dx, target, loss, totals), (m, ls, dy, None, None), ctx.numbers)
+    return call(given_of(x, None, target, loss, totals), (m, ls, dy, None, None), ctx.numbers)
 
 
 def _saved(ctx) -> tuple:
@@ -283,6 +285,8 @@ def _saved(ctx) -> tuple:
     if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     target, totals, m, ls, weight = (None if each is None else each.contiguous() for each in beside)
+    if x is not None:
+        x = rows_for(x, ctx.loss)
     return x, target, totals, m, ls, ctx.loss if weight is None else replace(ctx.loss, weight=weight)
 
 
@@ -292,7 +296,7 @@ def _written_again(x, target, loss: Loss, numbers: tuple, kind: Kind) -> Tensor:
     x may lie otherwise than it did, and need no gradient, for what autograd saves may have been moved.
     """
     x = x if x.requires_grad else x.detach().requires_grad_()  # the steps of a loss with a gradient
-    options = kind.wanted, kind.dtype, *loss.key(), loss.reduction
+    options = kind.wanted, kind.dtype, *loss.key, loss.reduction
     tensors = x, target, loss.weight
     steps: Any = kept("loss again", options, tensors, _prepare_again, kind, x, target, loss)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -24,6 +24,7 @@ from fused_softmax.core.layout import (
     last,
     overlap,
     overlap_like,
+    rows_alone,
     rows_of,
     rows_to_write,
 )
@@ -32,6 +33,7 @@ from fused_softmax.core.route import INTERPRET
 from fused_softmax.core.runner import READ
 from fused_softmax.ops.softmax.launches import (
     keep_first_max,
+    plan_backward,
     plan_forward,
     plan_logsumexp,
     prepare_backward,
@@ -62,9 +64,10 @@ Dims = tuple[int, ...]
 class RowFunction:
     """A function of rows, as the pipeline computes it.
 
-    plan: (rows, result, layout of scores) -> the planner's choice. over_rows: (rows, result, plan, layout) -> what
-    launches it. over_columns: (input, result, layout) of views [n_outer, n_cols, n_inner] -> what launches it, or None.
-    reads: (the input's dtype, the result's) -> whether kernels read it so; if not, it is converted first.
+    plan: (rows, result, layout of scores, batch_invariant) -> the planner's choice. over_rows: (rows, result, plan,
+    layout) -> what launches it. over_columns: (input, result, layout) of views [n_outer, n_cols, n_inner] -> what
+    launches it, or None. reads: (the input's dtype, the result's) -> whether kernels read it so; if not, it is
+    converted first.
     reduces: whether a row becomes one value. greedy: what makes rows of scale 0 among rows that stream, if anything.
     """
 
@@ -111,7 +114,7 @@ def _of_softmax(log: bool) -> RowFunction:
 SOFTMAX, LOG_SOFTMAX = _of_softmax(log=False), _of_softmax(log=True)
 LOGSUMEXP = RowFunction(
     "logsumexp",
-    lambda rows, lse, layout: plan_logsumexp(rows, layout),
+    lambda rows, lse, layout, batch_invariant: plan_logsumexp(rows, layout, batch_invariant),
     prepare_logsumexp,
     lambda x, lse, layout: prepare_logsumexp_columns(x, lse),
     reads=lambda given, wanted: given in READ and not wanted == torch.float64 != given,  # no plan is of fewer bytes
@@ -125,13 +128,13 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """A function of rows on the kernels, with no gradient and no checks: what registered operators and stand-ins run.
 
-    Plain calls are kept by the name of.forward and the options (dims, dtype, keepdim).
+    Plain calls are kept by the name of.forward and the options (dims, dtype, keepdim, batch_invariant).
     """
     if not scores.plain:
         call: Callable = prepare_call(of, input, dims, dtype, out, scores, keepdim)
     else:
-        options = dims, dtype, keepdim
-        call = kept(of.forward, options, (input, out), prepare_call, of, input, dims, dtype, out, PLAIN, keepdim)
+        options = dims, dtype, keepdim, scores.batch_invariant
+        call = kept(of.forward, options, (input, out), prepare_call, of, input, dims, dtype, out, scores, keepdim)
     return call(input, out, scores.scale, scores.mask, scores.sink)
 
 
@@ -168,6 +171,11 @@ class _Call:
         self.empty, self.strides = allocator(input.device), contiguous_strides(shape)
         self.result = self.empty(shape, self.strides, dtype) if out is None else out
 
+    @property
+    def beside(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of rows that are written."""
+        return () if self.of.reduces else (self.dtype,)
+
     def may_write(self) -> bool:
         """Whether kernels may write the caller's tensor: not where it overlaps what another program may still read."""
         out = self.result
@@ -184,9 +192,12 @@ class _Call:
         )
 
     def over_columns(self) -> Launched | None:
-        """Along strided dims as they lie; None where there are rows, or scores that take them, or copies."""
+        """Along strided dims as they lie; None where there are rows, or scores that take them, or copies.
+
+        Their plan follows from all sizes, so that a row that is to have the same bits in any batch is moved.
+        """
         of, (x, first) = self.of, _merged(self.input, self.dims)
-        if x is None or (of.reduces and not self.scores.plain):
+        if self.scores.batch_invariant or x is None or (of.reduces and not self.scores.plain):
             return None
         result = written = self.result
         if of.reduces:
@@ -206,16 +217,22 @@ class _Call:
 
     def over_rows(self) -> Launched:
         of, dim, input = self.of, self.dims[-1], self.input
+        alone = self.scores.batch_invariant
         source = rows_last(input, self.dims)
-        (rows,), (copied,) = as_rows(source)
-        copied = copied or source.data_ptr() != input.data_ptr()
         target, in_place = self.result, True
         if not of.reduces:
             target, in_place = _to_write(last(self.result, dim))
+        if alone:
+            rows = rows_alone(source, *self.beside)
+            copied = rows.data_ptr() != input.data_ptr()
+            in_place = in_place and (of.reduces or rows_alone(target, input.dtype).data_ptr() == target.data_ptr())
+        else:
+            (rows,), (copied,) = as_rows(source)
+            copied = copied or source.data_ptr() != input.data_ptr()
         if self.out is not None and (copied or not in_place):
             return self.copied_into()
         layout = self.scores.laid_out(dim, tuple(input.shape), self.dtype, input.device)
-        plan = of.plan(rows, target, layout)
+        plan = of.plan(rows, target, layout, alone)
         launched = of.over_rows(rows, target, plan, layout)
         supply = supplier(self.scores, layout, dim, self.dtype, input)
         if plan.strategy == "stream" and layout.scores.greedy and of.greedy is not None:
@@ -270,12 +287,12 @@ class _Call:
     def into(self, launched: Launched, supply) -> Launched:
         """Into the caller's tensor, where it lies. It may overlap an argument in one call and not in the next."""
         of, dims, dtype, keepdim, launch = self.of, self.dims, self.dtype, self.keepdim, launched.__call__
-        rules = self.scores.is_causal, self.scores.masked_rows
+        rules = self.scores.rules
         overlaps = overlap_like(self.result, self.input, self.scores.scale, self.scores.mask, self.scores.sink)
 
         def call(input, out, scale, mask, sink=None):
             if overlaps(out, input, scale, mask, sink):
-                of_this = Scores(scale, mask, *rules, sink=sink)
+                of_this = Scores(scale, mask, sink=sink, **rules)
                 return prepare_call(of, input, dims, dtype, out, of_this, keepdim)(input, out, scale, mask, sink)
             if supply is None:
                 launch(input, out)
@@ -291,9 +308,13 @@ class _Call:
         """Where no strides describe the rows of the input (copied), or of the result as it shall lie (not in_place)."""
         launch, dims, shape, strides, dtype = launched.__call__, self.dims, self.shape, self.strides, self.dtype
         moved, empty, device = tuple(rows_last(self.input, dims).shape), self.empty, self.input.device
+        alone, beside = self.scores.batch_invariant, self.beside
 
         def call(input, out, scale, mask, sink=None):
-            source = rows_last(input, dims).contiguous() if copied else input
+            source = input
+            if copied:
+                source = rows_last(input, dims)
+                source = rows_alone(source, *beside) if alone else source.contiguous()
             result = empty(shape, strides, dtype)
             target = result if in_place else torch.empty(moved, dtype=dtype, device=device)
             launch(source, target, *supplied(supply, scale, mask, sink))
@@ -304,19 +325,15 @@ class _Call:
     def first_max_after(self, launched: Launched, supply, greedy: Callable[[Tensor, Tensor, Scores], None]) -> Launched:
         """Rows that stream and may have scale 0, which torch's operations give their first maximum."""
         launch, dtype, (dim,) = launched.__call__, self.dtype, self.dims
-        rules, empty, shape, strides = (
-            (self.scores.is_causal, self.scores.masked_rows),
-            self.empty,
-            self.shape,
-            self.strides,
-        )
+        rules, empty, shape, strides = self.scores.rules, self.empty, self.shape, self.strides
+        alone, beside = self.scores.batch_invariant, self.beside
 
         def write(input, result, scale, mask, sink=None):
             source, target = last(input, dim), last(result, dim)
-            (rows,), _ = as_rows(source)
+            rows = rows_alone(source, *beside) if alone else as_rows(source)[0][0]
             moved = target if is_rows(target) else torch.empty(source.shape, dtype=dtype, device=source.device)
             launch(rows, moved, *supplied(supply, scale, mask, sink))
-            of_this = Scores(scale, mask, *rules, sink=sink).along(dim, tuple(input.shape))
+            of_this = Scores(scale, mask, sink=sink, **rules).along(dim, tuple(input.shape))
             greedy(source, moved, of_this)
             if moved is not target:
                 target.copy_(moved)
@@ -353,20 +370,28 @@ def _merged(x: Tensor, dims: Dims) -> tuple[Tensor | None, int]:
         return None, first
 
 
-def backward(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, hides: bool, factor: float) -> Tensor:
+def backward(
+    dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, hides: bool, factor: float,
+    batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
     """dx in `dtype`, times a factor; contiguous as y is. hides: elements that were masked have no gradient."""
-    name, options = backward_key(log, dim, dtype, hides, factor != 1)
-    call = kept(name, options, (y, dy), prepare_backward_call, log, dy, y, dim, dtype, hides, factor != 1)
+    name, options = backward_key(log, dim, dtype, hides, factor != 1, batch_invariant)
+    how = dim, dtype, hides, factor != 1, batch_invariant
+    call = kept(name, options, (y, dy), prepare_backward_call, log, dy, y, *how)
     return call(dy, y, factor)
 
 
-def backward_key(log: bool, dim: int, dtype: torch.dtype, hides: bool, scaled: bool) -> tuple[str, tuple]:
+def backward_key(
+    log: bool, dim: int, dtype: torch.dtype, hides: bool, scaled: bool, batch_invariant: bool = False
+) -> tuple[str, tuple]:
     """Under what `backward` keeps its calls."""
-    return "log_softmax_backward" if log else "softmax_backward", (dim, dtype, hides, scaled)
+    return "log_softmax_backward" if log else "softmax_backward", (dim, dtype, hides, scaled, batch_invariant)
 
 
-def backward_into(dy: Tensor, y: Tensor, out: Tensor, dim: int, log: bool) -> Tensor:
+def backward_into(dy: Tensor, y: Tensor, out: Tensor, dim: int, log: bool, batch_invariant: bool = False) -> Tensor:
     """The gradient of a plain call, written into out, which is of y's shape and overlaps neither dy nor y."""
+    if batch_invariant:
+        return out.copy_(backward(dy, y, dim, out.dtype, log, False, 1.0, True))
     name = "log_softmax_backward_out" if log else "softmax_backward_out"
     return kept(name, dim, (y, dy, out), _prepare_backward_into, log, dy, y, out, dim)(dy, y, out)
 
@@ -388,8 +413,9 @@ def _prepare_backward_into(log: bool, dy: Tensor, y: Tensor, out: Tensor, dim: i
 
 
 def prepare_backward_call(
-    log: bool, dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, hides: bool, scaled: bool
-) -> Launched:
+    log: bool, dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, hides: bool, scaled: bool,
+    batch_invariant: bool = False,
+) -> Launched:  # fmt: skip
     """The gradient for tensors like these: call(dy, y, factor) -> dx."""
     shape, strides, device = tuple(y.shape), contiguous_strides(y.shape), y.device
     empty = allocator(device)
@@ -397,7 +423,7 @@ def prepare_backward_call(
     if not y.numel():
         return Launched(lambda dy, y, factor: torch.empty_like(y, dtype=dtype))
     if _by_torch(y.dtype, dtype):
-        wide = prepare_backward_call(log, dy, y, dim, y.dtype, hides, scaled).__call__
+        wide = prepare_backward_call(log, dy, y, dim, y.dtype, hides, scaled, batch_invariant).__call__
         return Launched(lambda dy, y, factor: wide(dy, y, factor).to(dtype))
 
     def build(n, launch):
@@ -416,23 +442,34 @@ def prepare_backward_call(
 
         return scaled_call if scaled else call
 
-    columns = columns_of(dim, dy, y, dx) if y.ndim else None
+    columns = columns_of(dim, dy, y, dx) if y.ndim and not batch_invariant else None
     if columns is not None and (columns[0].ndim == 3 or not (hides or scaled)):
         launched = prepare_columns_backward(*columns, log=log, hides=hides, scaled=scaled)
         if launched is not None:
             return compose(build, launched)
     moved = [last(each, dim) for each in (dy, y, dx)]
-    (dy_rows, y_rows), copies = as_rows(*moved[:2])
+    beside = y.dtype, dtype
+    if batch_invariant:
+        dy_rows, y_rows = (rows_alone(each, *beside) for each in moved[:2])
+        copies = tuple(a.data_ptr() != b.data_ptr() for a, b in ((dy_rows, dy), (y_rows, y)))
+    else:
+        (dy_rows, y_rows), copies = as_rows(*moved[:2])
     in_place = is_rows(moved[2])
     if not in_place:
         moved[2] = torch.empty(moved[1].shape, dtype=dtype, device=device)
-    rows = prepare_backward(dy_rows, y_rows, rows_to_write(moved[2]), log=log, hides=hides, scaled=scaled)
+    dx_rows = rows_to_write(moved[2])
+    plan = plan_backward(dy_rows, y_rows, dx_rows, True) if batch_invariant else None
+    rows = prepare_backward(dy_rows, y_rows, dx_rows, plan, log=log, hides=hides, scaled=scaled)
     if in_place and not any(copies):
         return compose(build, rows, n=shape[0] if y.ndim > 1 and dim % y.ndim != 0 else None)
     launch, moved_shape = rows.__call__, tuple(moved[1].shape)
 
     def call(dy, y, factor):
-        sources = [last(each, dim).contiguous() if copy else each for each, copy in zip((dy, y), copies, strict=True)]
+        sources = [dy, y]
+        for i, copy in enumerate(copies):
+            if copy:
+                moved = last(sources[i], dim)
+                sources[i] = rows_alone(moved, *beside) if batch_invariant else moved.contiguous()
         dx = empty(shape, strides, dtype)
         target = dx if in_place else torch.empty(moved_shape, dtype=dtype, device=device)
         launch(*sources, target, *((factor,) if scaled else ()))

@@ -11,7 +11,8 @@ from torch import Tensor
 from fused_softmax.core.calls import find
 from fused_softmax.core.checks import DTYPES, arithmetic_in, arithmetic_of
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.route import Route, route_of, runs_here
+from fused_softmax.core.options import refuse_batch_invariant
+from fused_softmax.core.route import Route, on_device, route_of, runs_here
 from fused_softmax.core.runner import FP8
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.calls import LOGSUMEXP, backward, backward_key, prepare_call
@@ -22,6 +23,7 @@ class Differentiated(NamedTuple):
     """What the gradient of a call depends on, beside its tensors and numbers.
 
     sunk: whether there is a sink.
+    batch_invariant: whether a row has the same bits in any batch.
     quick: where dx is all that may be asked, and a kernel makes it: the name and options of its call.
     """
 
@@ -31,17 +33,21 @@ class Differentiated(NamedTuple):
     greedy: bool
     input_dtype: torch.dtype
     sunk: bool
+    batch_invariant: bool
     quick: tuple[str, tuple] | None = None
 
 
 def _differentiated(log: bool, input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) -> Differentiated:
     sunk = scores.sink is not None
-    kind = Differentiated(log, dim, scores.hides, scores.greedy, input.dtype, sunk)
+    kind = Differentiated(log, dim, scores.hides, scores.greedy, input.dtype, sunk, scores.batch_invariant)
     exact = scores.scale is None or dtype != torch.float64  # a kernel's number has 32 bits
     written = exact and input.dtype in DTYPES
     if scores.per_row is not None or not written or (scores.greedy and (log or sunk)):
         return kind
-    return kind._replace(quick=backward_key(log, dim, input.dtype, scores.hides, scores.scale is not None))
+    scaled = scores.scale is not None
+    return kind._replace(
+        quick=backward_key(log, dim, input.dtype, scores.hides, scaled, scores.batch_invariant)
+    )  # fmt: skip
 
 
 def with_gradient(
@@ -72,12 +78,12 @@ def _prepare_lse(input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) ->
     if rounded or not input.dtype.is_floating_point:
         inner = _prepare_lse(input.to(dtype), dim, dtype, scores).__call__
         return Launched(lambda input, out, scale, mask, sink: inner(input.to(dtype), out, scale, mask, sink))
-    arithmetic, rules = arithmetic_in(dtype), (scores.is_causal, scores.masked_rows)
+    arithmetic, rules = arithmetic_in(dtype), scores.rules
     if input.numel() and input.ndim:
         return prepare_call(LOGSUMEXP, input, (dim,), arithmetic, None, scores, True)
 
     def composed(input, out, scale, mask, sink):
-        arguments = Scores(scale, mask, *rules, sink=sink).options()
+        arguments = Scores(scale, mask, sink=sink, **rules).formula()
         return reference.logsumexp(input, dim, True, dtype=arithmetic, arithmetic=arithmetic, **arguments)
 
     return Launched(composed)
@@ -170,19 +176,23 @@ def gradients(
     in_kernel = in_kernel and kind.input_dtype in DTYPES
     if in_kernel and not (kind.log and kind.greedy) and not torch.is_grad_enabled() and runs_here(dy, y):
         dsink = sink_gradient(dy, y, sink, lse, kind) if for_sink else None
-        return backward(dy, y, kind.dim, kind.input_dtype, kind.log, kind.hides, factor), None, None, dsink
+        how = kind.dim, kind.input_dtype, kind.log, kind.hides, factor, kind.batch_invariant
+        return backward(dy, y, *how), None, None, dsink
     arithmetic = torch.promote_types(y.dtype, torch.float32)
     dz_dtype, dz_factor = (kind.input_dtype, factor) if in_kernel else (arithmetic, 1.0)
     route = Route.COMPOSED if torch.is_grad_enabled() else route_of("softmax_backward", dy, y)
+    if kind.batch_invariant and route is Route.COMPOSED and on_device(y):
+        refuse_batch_invariant("log_softmax" if kind.log else "softmax", "torch's operations make this gradient")
     if route is Route.KERNEL:
-        dz = backward(dy, y, kind.dim, dz_dtype, kind.log, kind.hides, dz_factor)
+        dz = backward(dy, y, kind.dim, dz_dtype, kind.log, kind.hides, dz_factor, kind.batch_invariant)
     elif route is Route.OPERATOR:
         operators = torch.ops.fused_softmax
         operator = operators.log_softmax_backward if kind.log else operators.softmax_backward
+        alone = (True,) if kind.batch_invariant else ()
         if kind.hides or dz_factor == 1:
-            dz = operator.default(dy, y, kind.dim, dz_dtype, float(dz_factor) if kind.hides else None)
+            dz = operator.default(dy, y, kind.dim, dz_dtype, float(dz_factor) if kind.hides else None, *alone)
         else:
-            dz = (operator.default(dy, y, kind.dim, arithmetic, None) * dz_factor).to(dz_dtype)
+            dz = (operator.default(dy, y, kind.dim, arithmetic, None, *alone) * dz_factor).to(dz_dtype)
     else:
         dz = differentiable_backward(dy, y, kind.dim, kind.log, kind.hides, arithmetic) * dz_factor
     if greedy is not None:

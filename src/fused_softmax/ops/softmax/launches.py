@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_softmax.core.device import device_of
 from fused_softmax.core.kernels.spec import ADDED_MASK, GradientSpec, ScoreSpec
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.layout import alignment_of, held_bytes, sizes_of
+from fused_softmax.core.layout import alignment_alone, alignment_of, held_bytes, sizes_of
 from fused_softmax.core.plan import COLUMN_POSITIONS, H200, VECTOR_BYTES, RowPlan, plan_reduction, plan_rows
 from fused_softmax.core.runner import TLDTYPES, format_of, has_ptx, prepare, spec_of
 from fused_softmax.ops.softmax import reference
@@ -30,8 +30,10 @@ _SAME_SUMS = 1024  # columns to which x of 2 bytes gives the bits of x in the re
 _LENGTHS = 4  # of causal rows, each with code of its own
 
 
-def plan_forward(x: Tensor, y: Tensor, layout: ScoreLayout = PLAIN_ROWS) -> RowPlan:
-    """The planner's choice for rows x and y [n_rows, n_cols]."""
+def plan_forward(
+    x: Tensor, y: Tensor, layout: ScoreLayout = PLAIN_ROWS, batch_invariant: bool = False
+) -> RowPlan:  # fmt: skip
+    """The planner's choice for rows x and y [n_rows, n_cols]. batch_invariant: x is `rows_alone`."""
     scores, (n_rows, n_cols) = layout.scores, sizes_of(x)
     if held_bytes(x) < held_bytes(y) and n_cols <= _SAME_SUMS:
         x, y = y, x  # the plan for what is written sums in the order that an input of its dtype is summed in
@@ -40,7 +42,10 @@ def plan_forward(x: Tensor, y: Tensor, layout: ScoreLayout = PLAIN_ROWS) -> RowP
     # A greedy row takes more registers than a causal ladder counts on.
     causal = scores.is_causal and not scores.greedy
     gpu = device_of(x.get_device())
-    return plan_rows(n_rows, n_cols, itemsize, gpu, alignment=alignment_of(x, y), causal=causal)
+    alignment = alignment_alone(x, y) if batch_invariant else alignment_of(x, y)
+    return plan_rows(
+        n_rows, n_cols, itemsize, gpu, alignment=alignment, causal=causal, batch_invariant=batch_invariant
+    )  # fmt: skip
 
 
 def prepare_forward(
@@ -113,15 +118,19 @@ def keep_first_max(x: Tensor, y: Tensor, scores: Scores, *, log: bool) -> None:
     """The rows of scale 0 among rows that stream: no kernel does it for them, torch's operations do."""
     greedy = reference.log_softmax if log else reference.softmax
     one_hot = greedy(
-        x, dtype=y.dtype, **scores.options() | {"scale": 0.0}, arithmetic=torch.promote_types(y.dtype, torch.float32)
+        x, dtype=y.dtype, **scores.formula() | {"scale": 0.0}, arithmetic=torch.promote_types(y.dtype, torch.float32)
     )
     y.copy_(torch.where(torch.as_tensor(scores.scale, device=x.device) == 0, one_hot, y))
 
 
-def plan_backward(dy: Tensor, y: Tensor, dx: Tensor) -> RowPlan:
+def plan_backward(dy: Tensor, y: Tensor, dx: Tensor, batch_invariant: bool = False) -> RowPlan:
+    """The planner's choice for rows [n_rows, n_cols]. batch_invariant: dy and y are `rows_alone`."""
     n_rows, n_cols = sizes_of(y)
     gpu = device_of(y.get_device())
-    return plan_rows(n_rows, n_cols, y.element_size(), gpu, alignment=alignment_of(y, dy, dx), inputs=2)
+    alignment = alignment_alone(y, dy, dx) if batch_invariant else alignment_of(y, dy, dx)
+    return plan_rows(
+        n_rows, n_cols, y.element_size(), gpu, alignment=alignment, inputs=2, batch_invariant=batch_invariant
+    )  # fmt: skip
 
 
 def prepare_backward(
@@ -250,11 +259,14 @@ def prepare_logsumexp_columns(x: Tensor, lse: Tensor, *, plan: ColumnPlan | None
     return _over_columns(_column_logsumexp, {"x": x}, {"lse": lse}, lse.dtype, how, plan)
 
 
-def plan_logsumexp(x: Tensor, layout: ScoreLayout = PLAIN_ROWS) -> RowPlan:
-    """The planner's choice for rows x [n_rows, n_cols]."""
+def plan_logsumexp(x: Tensor, layout: ScoreLayout = PLAIN_ROWS, batch_invariant: bool = False) -> RowPlan:
+    """The planner's choice for rows x [n_rows, n_cols]. batch_invariant: they are `rows_alone`."""
     itemsize = max(held_bytes(x), 4 if layout.scores.added else 0)
     n_rows, n_cols = sizes_of(x)
-    return plan_reduction(n_rows, n_cols, itemsize, device_of(x.get_device()), alignment=alignment_of(x))
+    alignment = alignment_alone(x) if batch_invariant else alignment_of(x)
+    return plan_reduction(
+        n_rows, n_cols, itemsize, device_of(x.get_device()), alignment=alignment, batch_invariant=batch_invariant
+    )  # fmt: skip
 
 
 def prepare_logsumexp(

@@ -17,7 +17,8 @@ from torch import Tensor
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES, arithmetic_of, check, dense_mask, sized
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.route import Route, needs_grad, route_of, runs_here
+from fused_softmax.core.options import by_environment, is_bool, refuse_batch_invariant
+from fused_softmax.core.route import Route, needs_grad, on_device, route_of, runs_here
 from fused_softmax.ops import autocast
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.calls import LOGSUMEXP, logsumexp_backward, prepare_call
@@ -42,6 +43,7 @@ def logsumexp(
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
     sink: float | Tensor | None = None,
+    batch_invariant: bool | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
     shard_sizes: Sequence[int] | None = None,
@@ -59,6 +61,7 @@ def logsumexp(
         logsumexp(cat([scores, sink], dim)), which is the sink itself where nothing else is kept.
     masked_rows: a row of which nothing is kept gives -inf. Its gradient is NaN with "nan" (0 if no loss uses the row),
         and 0 with "zero".
+    batch_invariant: as softmax's. A gradient of the input has no sums, and never depends on other rows.
 
     group, n_classes, shard_sizes, transport: as softmax's, for a single dim. Every rank gets the same result. Each
         rank's incoming gradient is that of this one result, which is never summed over ranks.
@@ -72,25 +75,31 @@ def logsumexp(
     >>> logsumexp(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), 1, sink=2.0)
     tensor([2.9176], device='cuda:0')
     """
+    if batch_invariant is None:
+        batch_invariant = by_environment()
     if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
         over = over_of(group, n_classes, shard_sizes, transport)
-        return _over_group(input, dim, bool(keepdim), out, (scale, mask, is_causal, masked_rows, sink), over)
-    if type(dim) is int and type(keepdim) is bool and type(is_causal) is bool:
-        options = dim, keepdim, is_causal, masked_rows
+        scored = scale, mask, is_causal, masked_rows, sink
+        return _over_group(input, dim, bool(keepdim), out, scored, over, batch_invariant)
+    if type(dim) is int and type(keepdim) is bool and type(is_causal) is bool and type(batch_invariant) is bool:
+        options = dim, keepdim, is_causal, masked_rows, batch_invariant
         if scale is None and mask is None and out is None and sink is None:
             call = find("logsumexp", options, input)
         else:
             call = find("logsumexp", options, input, out, kind_of_scale(scale), mask, kind_of_sink(sink))
         if call is not None:
             return call(input, out, scale, mask, sink)
-    return _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink)
+    return _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink, batch_invariant)
 
 
-def _over_group(input, dim, keepdim, out, scored, over):
+def _over_group(input, dim, keepdim, out, scored, over, batch_invariant):
     """A call whose columns lie over the ranks of a group."""
     name = "logsumexp"
     with Refusing(name, over, input):
         check_over(name, over, input, *scored)
+        is_bool(name, "batch_invariant", batch_invariant)
+        if batch_invariant:
+            refuse_batch_invariant(name, "ranks cut their rows as their number asks, with group=")
         if out is not None:
             raise ValueError(f"{name}: out= is not for group=")
         if isinstance(dim, Sequence):
@@ -106,7 +115,7 @@ def _over_group(input, dim, keepdim, out, scored, over):
     return logsumexp_of_shards(input, dim, keepdim, scores, shards, dtype)
 
 
-def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink):
+def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, sink, batch_invariant):
     if mask is not None and isinstance(input, Tensor):
         mask = dense_mask("logsumexp", "mask", mask, input.device)
     plain = is_plain(scale, mask, is_causal, masked_rows, sink)
@@ -117,7 +126,8 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     if not plain and len(dims) != 1:
         raise ValueError(f"logsumexp: scale, mask, is_causal and sink are for a single dim, got dim={dims}")
-    scores = scores_of("logsumexp", input, 0 if plain else dims[0], scale, mask, is_causal, masked_rows, sink)
+    scored = scale, mask, is_causal, masked_rows, sink, batch_invariant
+    scores = scores_of("logsumexp", input, 0 if plain else dims[0], *scored)
     if not plain and not input.dtype.is_floating_point and not input.dtype.is_complex:
         input = input.to(torch.get_default_dtype())
     tensors = [*(each for each in (input, out) if isinstance(each, Tensor)), *scores.tensors]
@@ -140,7 +150,8 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
             launched = _with_gradient(launched, input, dims, scores, dtype)
         bare = scale is None and mask is None and out is None and sink is None
         others = () if bare else (out, kind_of_scale(scale), mask, kind_of_sink(sink))
-        call = keep(launched, "logsumexp", (dim, keepdim, is_causal, masked_rows), input, *others)
+        options = dim, keepdim, is_causal, masked_rows, batch_invariant
+        call = keep(launched, "logsumexp", options, input, *others)
         return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
         on_shard = partial(logsumexp, dim=dim, keepdim=keepdim, **scores.options())
@@ -149,18 +160,19 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         def in_parts(x, shards, **beside):
             return logsumexp_of_shards(x, dims[0], bool(keepdim), replace(scores, **beside), shards, dtype)
 
-        return on_shards(
-            on_shard, input, whole, dims, keepdim, None if scores.greedy else in_parts, scores.by_name, added=("sink",)
-        )
+        parts = None if scores.greedy or batch_invariant else in_parts
+        return on_shards(on_shard, input, whole, dims, keepdim, parts, scores.by_name, added=("sink",))
     if route is Route.OPERATOR and (out is None or not plain):
         operator, arguments = torch.ops.fused_softmax.logsumexp.default, scores.operator_arguments()
-        result = operator(input, dims, keepdim, *arguments, dtype=of_kernel).to(dtype)
+        result = operator(input, dims, keepdim, *arguments, dtype=of_kernel, **scores.of_kernels).to(dtype)
+    elif batch_invariant and on_device(input) and input.numel():
+        refuse_batch_invariant("logsumexp", "torch's operations compute it")
     # torch's own gradient of 16 bits takes an lse that was rounded to them.
     elif plain and (out is not None or input.dtype not in (torch.float16, torch.bfloat16)):
         return torch.logsumexp(input, dim, keepdim, **({} if out is None else {"out": out}))
     else:
         compute = partial(reference.logsumexp, dtype=dtype, arithmetic=arithmetic_of(input))
-        result = compute(input, dim, keepdim, **scores.options())
+        result = compute(input, dim, keepdim, **scores.formula())
     return result if out is None else sized(out, result.shape).copy_(result)
 
 
@@ -179,13 +191,14 @@ class Differentiated(NamedTuple):
     dims: tuple[int, ...]
     is_causal: bool
     masked_rows: MaskedRows
+    batch_invariant: bool
 
 
 def _with_gradient(
     launched: Launched, input: Tensor, dims: tuple[int, ...], scores: Scores, dtype: torch.dtype
 ) -> Launched:
     """A prepared call as one that autograd differentiates. dtype: of its result."""
-    kind = Differentiated(tuple(d % input.ndim for d in dims), scores.is_causal, scores.masked_rows)
+    kind = Differentiated(tuple(d % input.ndim for d in dims), *scores.rules.values())
     rounds = dtype != arithmetic_of(input)
 
     def build(n, forward):
@@ -227,7 +240,7 @@ def save_for_gradients(ctx, input: Tensor, dims: Sequence[int], lse: Tensor, sco
     """What `gradients` takes, for the registered operator."""
     sink = scores.sink if isinstance(scores.sink, Tensor) else None
     ctx.save_for_backward(input, lse, scores.mask, scores.per_row, sink)
-    ctx.kind = Differentiated(tuple(d % input.ndim for d in dims), scores.is_causal, scores.masked_rows)
+    ctx.kind = Differentiated(tuple(d % input.ndim for d in dims), *scores.rules.values())
     ctx.number = None if scores.per_row is not None else scores.scale
     ctx.sink = None if sink is not None else scores.sink
 
@@ -237,7 +250,8 @@ def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: boo
     input, lse, mask, scale, sink = ctx.saved_tensors
     dims, arithmetic = ctx.kind.dims, arithmetic_of(input)
     given = scale if scale is not None else None if ctx.number is None or ctx.number == 1 else float(ctx.number)
-    scores = Scores(given, mask, ctx.kind.is_causal, ctx.kind.masked_rows)
+    _, is_causal, masked_rows, batch_invariant = ctx.kind
+    scores = Scores(given, mask, is_causal, masked_rows, batch_invariant=batch_invariant)
     factor: Any = 1.0 if given is None else given
     keepdim_shape = [1 if d in dims else size for d, size in enumerate(input.shape)]
     if isinstance(factor, Tensor) or factor == 0:
@@ -247,7 +261,8 @@ def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: boo
     if lse.dtype.itemsize < arithmetic.itemsize:  # the registered operator's, where no dtype was given
         whole_scores = replace(scores, sink=ctx.sink if sink is None else sink)
         operator = torch.ops.fused_softmax.logsumexp.default
-        lse = operator(input, dims, True, *whole_scores.operator_arguments(), dtype=arithmetic)
+        arguments = whole_scores.operator_arguments()
+        lse = operator(input, dims, True, *arguments, dtype=arithmetic, **whole_scores.of_kernels)
     whole = lse.view(keepdim_shape)
     if torch.is_grad_enabled() or scores.greedy or not runs_here(dlse, input):
         # Element by element: a compiler fuses it into what stands around it.

@@ -16,79 +16,77 @@ from fused_softmax.ops.softmax.gradients import differentiable_backward, save_fo
 from fused_softmax.ops.softmax.scores import Scores, scores_of
 
 SCORED = Scores.schema()
-SOFTMAX = one_dim.forward_schema(SCORED)
+_LAST = Scores.schema(["batch_invariant"])
+SOFTMAX = one_dim.forward_schema(SCORED, _LAST)
 # dtype: of the result, to which the input is rounded as it is read.
-LOGSUMEXP = f"(Tensor input, int[] dim, bool keepdim=False, {SCORED}, ScalarType? dtype=None) -> Tensor"
+LOGSUMEXP = f"(Tensor input, int[] dim, bool keepdim=False, {SCORED}, ScalarType? dtype=None, {_LAST}) -> Tensor"
 _N_SCORED = len(Scores().traced())
 _PLACES = 5, 4, 9  # of mask, row_scale and row_sink among the arguments of each of the three
 # scale: of scores that may be masked; an element that is -inf in y then was masked, and has no gradient.
-BACKWARD = one_dim.backward_schema("float? scale=None")
+BACKWARD = one_dim.backward_schema("float? scale=None", _LAST)
 
 
 # What runs.
 
 
-def softmax(log, input, dim, dtype=None, *scored):
+def softmax(log, input, dim, dtype=None, *rest):
     name = "log_softmax" if log else "softmax"
     result_dtype = input.dtype if dtype is None else dtype
-    arguments = _arguments(*scored)
-    scores = scores_of(name, input, dim, **arguments)
+    given, _ = _split(rest, 0)
+    scores = scores_of(name, input, dim, **given.options())
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
         if on_device(input) and result_dtype in DTYPES:
             of = softmax_calls.LOG_SOFTMAX if log else softmax_calls.SOFTMAX
             return softmax_calls.forward(of, input, (dim,), result_dtype, None, scores)
-        return getattr(reference, name)(input, dim, dtype=dtype, arithmetic=arithmetic_in(result_dtype), **arguments)
+        composed, arithmetic = getattr(reference, name), arithmetic_in(result_dtype)
+        return composed(input, dim, dtype=dtype, arithmetic=arithmetic, **given.formula())
 
 
 def logsumexp(input, dim, keepdim=False, *rest):
-    dims, (scored, dtype) = tuple(dim), _with_dtype(rest)
+    dims, (given, (dtype,)) = tuple(dim), _split(rest, 1)
     result_dtype = input.dtype if dtype is None else dtype
-    arguments = _arguments(*scored)
-    scores = scores_of("logsumexp", input, dims[0] if dims else 0, **arguments)
+    scores = scores_of("logsumexp", input, dims[0] if dims else 0, **given.options())
     with torch._C.DisableTorchFunction():
         if on_device(input) and {input.dtype, result_dtype} <= {*DTYPES} and input.ndim and input.numel():
             return softmax_calls.forward(softmax_calls.LOGSUMEXP, input, dims, result_dtype, None, scores, keepdim)
         single, arithmetic = dims[0] if len(dims) == 1 else dims, arithmetic_in(result_dtype)
-        return reference.logsumexp(input, single, keepdim, dtype=dtype, arithmetic=arithmetic, **arguments)
+        return reference.logsumexp(input, single, keepdim, dtype=dtype, arithmetic=arithmetic, **given.formula())
 
 
-def softmax_backward(log, dy, y, dim, dtype=None, scale=None):
+def softmax_backward(log, dy, y, dim, dtype=None, scale=None, batch_invariant=False):
     hides, factor = scale is not None, 1.0 if scale is None else scale
     with torch._C.DisableTorchFunction():
         if on_device(y) and y.dtype in DTYPES:
-            return softmax_calls.backward(dy, y, dim, dtype or y.dtype, log, hides, factor)
+            return softmax_calls.backward(dy, y, dim, dtype or y.dtype, log, hides, factor, batch_invariant)
         dz = differentiable_backward(dy, y, dim, log, hides)
         return (dz * factor).to(dtype or y.dtype)
 
 
-def _arguments(*scored) -> dict[str, Any]:
-    """The keyword arguments of the public function."""
-    return Scores.of_traced(scored).options()
-
-
-def _with_dtype(rest: tuple) -> tuple[tuple, torch.dtype | None]:
-    """(a logsumexp's arguments of scores, its dtype), less those that were left out."""
-    return rest[:_N_SCORED], rest[_N_SCORED] if len(rest) > _N_SCORED else None
+def _split(rest: tuple, between: int) -> tuple[Scores, tuple]:
+    """(an operator's scores, as many arguments behind them), of those that were not left out; None for one that was."""
+    last = _N_SCORED + between
+    scores = Scores.of_traced(rest[:_N_SCORED], batch_invariant=len(rest) > last and rest[last])
+    return scores, (*rest[_N_SCORED:last], *(None,) * (last - len(rest)))[:between]
 
 
 # What tracing is told instead.
 
 
 def fake_logsumexp(input, dim, keepdim=False, *rest):
-    return torch.logsumexp(input, dim, keepdim).to(_with_dtype(rest)[1] or input.dtype)
+    return torch.logsumexp(input, dim, keepdim).to(_split(rest, 1)[1][0] or input.dtype)
 
 
 # Autograd. The dispatcher leaves out last arguments that equal their defaults, and asks for no gradient of theirs.
 
 
 def save_softmax(log, ctx, inputs, output):
-    input, dim, _, *scored = inputs
-    save_for_gradients(ctx, log, input, dim, output, Scores.of_traced(scored))
+    input, dim, _, *rest = inputs
+    save_for_gradients(ctx, log, input, dim, output, _split(tuple(rest), 0)[0])
 
 
 def save_logsumexp(ctx, inputs, output):
     input, dim, _, *rest = inputs
-    lse_ops.save_for_gradients(ctx, input, dim, output, Scores.of_traced(_with_dtype(tuple(rest))[0]))
+    lse_ops.save_for_gradients(ctx, input, dim, output, _split(tuple(rest), 1)[0])
 
 
 def gradients_of(gradients, ctx, dy):
@@ -104,7 +102,7 @@ def gradients_of(gradients, ctx, dy):
 
 
 def save_backward(ctx, inputs, output):
-    dy, y, ctx.dim, _, ctx.scale = inputs
+    dy, y, ctx.dim, _, ctx.scale, *_ = inputs
     ctx.save_for_backward(dy, y)
 
 
@@ -113,7 +111,7 @@ def softmax_second(ctx, g):
     dy, y = ctx.saved_tensors
     g = g.to(y.dtype) * (1.0 if ctx.scale is None else ctx.scale)
     c, d = (each.sum(ctx.dim, keepdim=True) for each in (y * g, y * dy))
-    return (y * (g - c), g * (dy - d) - c * dy, None, None, None)[: len(ctx.needs_input_grad)]
+    return (y * (g - c), g * (dy - d) - c * dy, *(None,) * 4)[: len(ctx.needs_input_grad)]
 
 
 def log_softmax_second(ctx, g):
@@ -122,7 +120,7 @@ def log_softmax_second(ctx, g):
     g = g.to(y.dtype) if ctx.scale is None else (g.to(y.dtype) * ctx.scale).masked_fill(y == -float("inf"), 0.0)
     weighted = y.exp() * g
     d_dy, d_y = g - weighted.sum(ctx.dim, keepdim=True), -weighted * dy.sum(ctx.dim, keepdim=True)
-    return (d_dy, d_y, None, None, None)[: len(ctx.needs_input_grad)]
+    return (d_dy, d_y, *(None,) * 4)[: len(ctx.needs_input_grad)]
 
 
 # vmap: the batch is one more dim, in front.

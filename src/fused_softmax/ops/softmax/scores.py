@@ -19,7 +19,7 @@ from fused_softmax.core.checks import DTYPES, arithmetic_in, broadcast
 from fused_softmax.core.described import described, typed
 from fused_softmax.core.kernels.spec import ADDED_MASK, BOOL_MASK, NO_MASK
 from fused_softmax.core.layout import Order, coalesced, last
-from fused_softmax.core.options import Options, option
+from fused_softmax.core.options import Options, is_bool, option, refuse_batch_invariant
 
 MaskedRows = Literal["nan", "zero"]
 
@@ -37,6 +37,7 @@ class Scores(Options):
     never_zero: whether a scale tensor is known to hold no 0.
     moved: whether scale, mask or sink came from another device, and is a copy.
     sink: a number, or a tensor that broadcasts as a scale does.
+    batch_invariant: whether a row's bits are to follow from the row alone, and not from how many stand beside it.
     """
 
     scale: float | Tensor | None = option(None, "float?", by_row=True)
@@ -44,17 +45,24 @@ class Scores(Options):
     is_causal: bool = option(False, "bool")
     masked_rows: MaskedRows = option("nan", "str")
     sink: float | Tensor | None = option(None, "float?", by_row=True)
+    batch_invariant: bool = option(False, "bool", of_kernels=True)
     never_zero: bool = False
     moved: bool = False
 
     @property
     def plain(self) -> bool:
+        """Whether nothing is done to the scores."""
         return self is PLAIN or is_plain(self.scale, self.mask, self.is_causal, self.masked_rows, self.sink)
 
     @property
     def greedy(self) -> bool:
         """Whether a row may have scale 0."""
         return not self.never_zero if isinstance(self.scale, Tensor) else self.scale == 0
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """The options that a kept call has of itself, and not of its arguments."""
+        return {name: getattr(self, name) for name in ("is_causal", "masked_rows", "batch_invariant")}
 
     @property
     def hides(self) -> bool:
@@ -91,6 +99,11 @@ class Scores(Options):
         """The last arguments of a registered operator; left out where all are defaults."""
         return () if self.plain else self.traced()
 
+    @property
+    def of_kernels(self) -> dict[str, bool]:
+        """Its arguments behind those, by name."""
+        return {"batch_invariant": True} if self.batch_invariant else {}
+
     def along(self, dim: int, shape: tuple[int, ...]) -> "Scores":
         """For the input with `dim` moved last: its mask, scale and sink moved likewise, as views."""
         if self.plain or dim % len(shape) == len(shape) - 1:
@@ -122,7 +135,7 @@ class Scores(Options):
         return scores_against((self.along(dim, shape) if shape else self).exact(dtype, device), moved)
 
 
-PLAIN = Scores()
+PLAIN, PLAIN_IN_ANY_BATCH = Scores(), Scores(batch_invariant=True)
 
 
 def kernel_number(number: float) -> float:
@@ -147,16 +160,17 @@ def kind_of_sink(sink: Any) -> Any:
 
 
 def scores_of(
-    name: str, input: Tensor, dim: int, scale: Any, mask: Any, is_causal: Any, masked_rows: Any, sink: Any = None
-) -> Scores:
+    name: str, input: Tensor, dim: int, scale: Any, mask: Any, is_causal: Any, masked_rows: Any, sink: Any = None,
+    batch_invariant: Any = False,
+) -> Scores:  # fmt: skip
     """The Scores of a call, or an error that names the argument."""
+    is_bool(name, "batch_invariant", batch_invariant)
     if is_plain(scale, mask, is_causal, masked_rows, sink):
-        return PLAIN
+        return PLAIN_IN_ANY_BATCH if batch_invariant else PLAIN
     shape, given = tuple(input.shape), (scale, mask, sink)
     if masked_rows not in ("nan", "zero"):
         raise ValueError(f'{name}: masked_rows must be "nan" or "zero", got {described(masked_rows)}')
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"{name}: is_causal must be a bool, not {typed(is_causal)}")
+    is_bool(name, "is_causal", is_causal)
     last = input.ndim > 0 and dim % input.ndim == input.ndim - 1
     if is_causal and input.ndim < 2:
         raise ValueError(f"{name}: is_causal needs at least 2 dims [..., queries, keys], got input of shape {shape}")
@@ -176,7 +190,13 @@ def scores_of(
     if isinstance(scale, float) and scale == 1:
         scale = None
     moved = any(isinstance(a, Tensor) and a is not b for a, b in zip(given, (scale, mask, sink), strict=True))
-    return Scores(scale, mask, is_causal, masked_rows, moved=moved, sink=sink)
+    if batch_invariant and torch.is_grad_enabled():
+        for argument, each in (("scale", scale), ("sink", sink)):
+            if isinstance(each, Tensor) and each.requires_grad:
+                refuse_batch_invariant(name, f"{argument} requires grad, which torch's operations sum over the row")
+    return Scores(
+        scale, mask, is_causal, masked_rows, moved=moved, sink=sink, batch_invariant=batch_invariant
+    )  # fmt: skip
 
 
 def _of_rows(name: str, argument: str, given: Any, input: Tensor, dim: int) -> float | Tensor | None:
@@ -267,11 +287,16 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
     views = [None if t is None else t.expand(shape) for t in given]
     sizes, strides = coalesced(shape[:-1], _leading_strides(views, shape))
     copied = len(sizes) > 3
-    if copied:  # no three indices describe it
+    if scores.batch_invariant:
+        alone = [view if view is None or _stands_alone(view) else _padded(view) for view in views]
+        sizes, strides = coalesced(shape[:-1], _leading_strides(alone, shape))
+        copied = len(sizes) > 3 or any(a is not b for a, b in zip(alone, views, strict=True))
+        views = alone
+    if len(sizes) > 3:  # no three indices describe it
         views = [None if view is None else _dense(view) for view in views]
         sizes, strides = coalesced(shape[:-1], _leading_strides(views, shape))
     shared = 0
-    if views[0] is not None and len(sizes) > 1 and strides[0][0] == 0:
+    if views[0] is not None and len(sizes) > 1 and strides[0][0] == 0 and not scores.batch_invariant:
         distinct = math.prod(size for size, stride in zip(shape, views[0].stride(), strict=True) if stride)
         shared = len(sizes) - 1 if distinct * views[0].element_size() > _KEPT_BYTES else 0
     leading = {1: "n_2", 2: "n_1"}.get(len(sizes))
@@ -355,6 +380,20 @@ def _leading_strides(views, shape):
     return [(0,) * (len(shape) - 1) if view is None else view.stride()[:-1] for view in views]
 
 
+def _stands_alone(view: Tensor) -> bool:
+    """Whether Triton compiles the same kernel for these values in any batch: 16 divides the strides of all rows."""
+    *leading, last = view.stride()
+    return view.data_ptr() % 16 == 0 and last in (0, 1) and not any(stride % 16 for stride in leading)
+
+
+def _padded(view: Tensor) -> Tensor:
+    """A copy that `_stands_alone`, with one place for what a view has many times."""
+    sizes = [size if stride else 1 for size, stride in zip(view.shape, view.stride(), strict=True)]
+    alone = view[tuple([slice(size) for size in sizes])]
+    padded = view.new_empty((*sizes[:-1], -(-sizes[-1] // 16) * 16))[..., : sizes[-1]]
+    return padded.copy_(alone).expand(view.shape)
+
+
 SCALE, MASK, SINK = "scale", "mask", "sink"
 
 _MOST_NUMBERS = 64
@@ -369,7 +408,7 @@ def supplier(scores: Scores, layout: ScoreLayout, dim: int, dtype: torch.dtype, 
     masked, scaled, sunk = (each is not None for each in (scores.mask, scores.scale, scores.sink))
     if not (masked or scaled or sunk):
         return None
-    device, shape, copied = input.device, tuple(input.shape), layout.copied
+    device, shape, copied, rules = input.device, tuple(input.shape), layout.copied, scores.rules
     moved_shape = tuple(last(input, dim).shape)
     per_row, sinks = isinstance(scores.scale, Tensor), isinstance(scores.sink, Tensor)
     wide = scaled and not per_row and dtype == torch.float64  # a kernel's number has 32 bits
@@ -378,7 +417,7 @@ def supplier(scores: Scores, layout: ScoreLayout, dim: int, dtype: torch.dtype, 
 
     def supply(scale, mask, sink):
         if copied:
-            given = Scores(scale if scaled else None, mask, sink=sink).along(dim, shape).exact(dtype, device)
+            given = Scores(scale if scaled else None, mask, sink=sink, **rules).along(dim, shape).exact(dtype, device)
             tensors = scores_against(given, moved_shape).tensors
         else:
             tensors = (mask.to(device),) if masked else ()

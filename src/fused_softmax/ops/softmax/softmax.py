@@ -14,7 +14,8 @@ from torch.overrides import has_torch_function_unary
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES, arithmetic_in, check, dense_mask, sized
-from fused_softmax.core.route import Route, needs_grad, resolved, route_of
+from fused_softmax.core.options import by_environment, is_bool, refuse_batch_invariant
+from fused_softmax.core.route import Route, needs_grad, on_device, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.by_peers import in_one_launch, kept_softmax, softmax_by_peers
@@ -41,6 +42,7 @@ def softmax(
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
     sink: float | Tensor | None = None,
+    batch_invariant: bool | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
     shard_sizes: Sequence[int] | None = None,
@@ -69,11 +71,16 @@ def softmax(
         is neither scaled nor masked; a row of which nothing else is kept gives 0, with any masked_rows. A sink of -inf
         counts nothing: such a row gives what masked_rows says. If its gradient is wanted, the forward pass reads the
         input once more, for the sum.
+    batch_invariant: a row has the same bits in any batch, at any place in it, and so has its row of the input's
+        gradient: how it is summed follows from its length, the dtypes, the options and the GPU alone. Without it, few
+        long rows are cut into more parts than many. Rows that do not lie so that all can be read alike, such as those
+        along another dim than the last, are copied first. None is True if
+        FUSED_SOFTMAX_BATCH_INVARIANT=1 stood in the environment at the import. CPU tensors take torch's own path all the same.
 
     group: of torch.distributed, over whose ranks the columns of `dim` lie in shards. Each rank gives its own columns of
         the input and of mask, in rank order, as many as it has, and gets the same columns of the result. Every rank of
-        the group makes the same call. No is_causal, no scale of 0 (in a tensor, its row gives NaN), no out, no second
-        derivative.
+        the group makes the same call. No is_causal, no scale of 0 (in a tensor, its row gives NaN), no out, no
+        batch_invariant, no second derivative.
     n_classes: with group: how many columns of all shards count, if not all; the columns past it, at the end of the last
         shards, are padding and get 0.
     shard_sizes: with group: the columns of each rank, in rank order, the same on all ranks; 0 is a size. Without it all
@@ -84,8 +91,9 @@ def softmax(
 
     Raises TypeError for an argument of another type, or a mask of integers; IndexError for a dim out of range;
     ValueError for a mask, scale or sink that does not broadcast, or is_causal on fewer than 2 dims or another than the
-    last; NotImplementedError for a sparse input or an integer one without dtype; RuntimeError for a nested input, or an
-    out of another shape, dtype or device.
+    last; NotImplementedError for a sparse input or an integer one without dtype, and for batch_invariant of GPU tensors
+    where torch's operations would compute, as they do a second derivative and the gradient of a scale or sink;
+    RuntimeError for a nested input, or an out of another shape, dtype or device.
 
     Parts of a row are merged as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv
     1805.02867).
@@ -95,18 +103,23 @@ def softmax(
     >>> softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"), sink=2.0)
     tensor([[0.0541, 0.1470, 0.3995]], device='cuda:0')
     """
+    if batch_invariant is None:
+        batch_invariant = by_environment()
     if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
         over = over_of(group, n_classes, shard_sizes, transport)
-        return _over_group("softmax", input, dim, dtype, out, (scale, mask, is_causal, masked_rows, sink), over)
-    if type(dim) is int and type(is_causal) is bool:  # True and 1.0 equal 1, and would find what was kept for it
-        options = dim, dtype, is_causal, masked_rows
+        scored = scale, mask, is_causal, masked_rows, sink
+        return _over_group("softmax", input, dim, dtype, out, scored, over, batch_invariant)
+    if (
+        type(dim) is int and type(is_causal) is bool and type(batch_invariant) is bool
+    ):  # True and 1.0 equal 1, and would find what was kept for it
+        options = dim, dtype, is_causal, masked_rows, batch_invariant
         if scale is None and mask is None and out is None and sink is None:
             call = find("softmax", options, input)
         else:
             call = find("softmax", options, input, out, kind_of_scale(scale), mask, kind_of_sink(sink))
         if call is not None:
             return call(input, out, scale, mask, sink)
-    return _softmax("softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink)
+    return _softmax("softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink, batch_invariant)
 
 
 def log_softmax(
@@ -120,6 +133,7 @@ def log_softmax(
     is_causal: bool = False,
     masked_rows: MaskedRows = "nan",
     sink: float | Tensor | None = None,
+    batch_invariant: bool | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
     shard_sizes: Sequence[int] | None = None,
@@ -133,28 +147,34 @@ def log_softmax(
     >>> log_softmax(torch.tensor([[0.0, 1.0, 2.0]], device="cuda"))
     tensor([[-2.4076, -1.4076, -0.4076]], device='cuda:0')
     """
+    if batch_invariant is None:
+        batch_invariant = by_environment()
     if group is not None or n_classes is not None or shard_sizes is not None or transport is not None:
         over = over_of(group, n_classes, shard_sizes, transport)
-        return _over_group("log_softmax", input, dim, dtype, out, (scale, mask, is_causal, masked_rows, sink), over)
-    if type(dim) is int and type(is_causal) is bool:
-        options = dim, dtype, is_causal, masked_rows
+        scored = scale, mask, is_causal, masked_rows, sink
+        return _over_group("log_softmax", input, dim, dtype, out, scored, over, batch_invariant)
+    if type(dim) is int and type(is_causal) is bool and type(batch_invariant) is bool:
+        options = dim, dtype, is_causal, masked_rows, batch_invariant
         if scale is None and mask is None and out is None and sink is None:
             call = find("log_softmax", options, input)
         else:
             call = find("log_softmax", options, input, out, kind_of_scale(scale), mask, kind_of_sink(sink))
         if call is not None:
             return call(input, out, scale, mask, sink)
-    return _softmax("log_softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink)
+    return _softmax("log_softmax", input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink, batch_invariant)
 
 
-def _over_group(name, input, dim, dtype, out, scored, over):
+def _over_group(name, input, dim, dtype, out, scored, over, batch_invariant):
     """A call whose columns lie over the ranks of a group."""
-    if over.transport != "collective" and out is None and is_plain(*scored):
+    if over.transport != "collective" and out is None and is_plain(*scored) and batch_invariant is False:
         y = kept_softmax(name, input, dim, dtype, over)
         if y is not None:
             return y
     with Refusing(name, over, input):
         check_over(name, over, input, *scored)
+        is_bool(name, "batch_invariant", batch_invariant)
+        if batch_invariant:
+            refuse_batch_invariant(name, "ranks cut their rows as their number asks, with group=")
         result_dtype = check(name, input, dim, dtype, out)
         (input,) = resolved(input)
         if out is not None:
@@ -172,16 +192,18 @@ def _over_group(name, input, dim, dtype, out, scored, over):
     return softmax_of_shards(of_one, log, input, dim, result_dtype, scores, told_by(peers, name, shards))
 
 
-def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink):
+def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, sink, batch_invariant):
     if mask is not None and isinstance(input, Tensor):
         mask = dense_mask(name, "mask", mask, input.device)
     plain = is_plain(scale, mask, is_causal, masked_rows, sink)
-    if not isinstance(input, Tensor) and has_torch_function_unary(input) and plain:  # a proxy of torch.fx, for one
+    if (
+        not isinstance(input, Tensor) and has_torch_function_unary(input) and plain and not batch_invariant
+    ):  # a proxy of torch.fx, for one
         return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
     if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
         dim = int(dim)
     result_dtype = check(name, input, dim, dtype, out)
-    scores = scores_of(name, input, dim, scale, mask, is_causal, masked_rows, sink)
+    scores = scores_of(name, input, dim, scale, mask, is_causal, masked_rows, sink, batch_invariant)
     if dtype is None and out is None:
         result_dtype = autocast.result_dtype(name, input)
     tensors = [*(each for each in (input, out) if each is not None), *scores.tensors]
@@ -202,7 +224,7 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
             launched = with_gradient(launched, log, input, dim, result_dtype, scores)
         bare = scale is None and mask is None and out is None and sink is None
         others = () if bare else (out, kind_of_scale(scale), mask, kind_of_sink(sink))
-        call = keep(launched, name, (dim, dtype, is_causal, masked_rows), input, *others)
+        call = keep(launched, name, (dim, dtype, is_causal, masked_rows, batch_invariant), input, *others)
         return call(input, out, scale, mask, sink)
     if route is Route.SHARDS:
         function = softmax if name == "softmax" else log_softmax
@@ -210,10 +232,12 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         return on_shards(on_shard, input, (dim, -2) if is_causal else (dim,), beside=scores.by_name)
     if route is Route.OPERATOR and (out is None or not plain):  # torch's own writes out without a copy
         operator = getattr(torch.ops.fused_softmax, name)
-        result = operator.default(input, dim, result_dtype, *scores.operator_arguments())
+        result = operator.default(input, dim, result_dtype, *scores.operator_arguments(), **scores.of_kernels)
+    elif batch_invariant and on_device(input) and input.numel():
+        refuse_batch_invariant(name, "torch's operations compute it")
     elif plain:
         return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
     else:
         arithmetic, composed = arithmetic_in(result_dtype), getattr(reference, name)
-        result = composed(input, dim, dtype=result_dtype, **scores.options(), arithmetic=arithmetic)
+        result = composed(input, dim, dtype=result_dtype, **scores.formula(), arithmetic=arithmetic)
     return result if out is None else sized(out, result.shape).copy_(result)

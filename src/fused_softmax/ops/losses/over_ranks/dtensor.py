@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fused_softmax.core.checks import DTYPES, arithmetic_in
+from fused_softmax.core.options import by_environment
 from fused_softmax.core.route import is_sharded, needs_grad, resolved
 from fused_softmax.ops.autocast import result_dtype
 from fused_softmax.ops.losses.linear_by_rows import linear_of
@@ -333,6 +334,7 @@ def loss_as_aten(
         and (weight is None or (tuple(weight.shape), weight.device) == ((x.shape[class_dim],), x.device))
         and not (weight is not None and needs_grad(weight))  # torch raises its own error
         and together
+        and not by_environment()  # which asks for what ranks do not have
         and (is_sharded(target) or not by_rows)
     )
     if not fits:

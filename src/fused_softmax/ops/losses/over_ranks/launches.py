@@ -123,7 +123,7 @@ def _prepare_saying(given: OfShard) -> Call:
     of_all, w_total = torch.zeros_like(target) if smooth else target, loss.weight_total()
     # As the losses of one GPU keep it: for another number of rows it costs little.
     read = kept(
-        "losses", (*own.key(), None, False, None, True), (x, of_all, None, own.weight),
+        "losses", (*own.key, None, False, None, True), (x, of_all, None, own.weight),
         losses.prepare_losses, Given(x, None, of_all, own.weight, None, w_total), own,
     )  # fmt: skip
     # Of what is written anew in each call only the dtype matters.
@@ -158,7 +158,7 @@ def prepare_gradient(
     local, m, ls, dy, dlse, own = _shares_maker(given)()
     # As the gradient of one GPU keeps it: for another number of rows it costs little.
     write = kept(
-        "loss_gradient", (*of_rows.key(), None, False),
+        "loss_gradient", (*of_rows.key, None, False),
         (x, local, dx, loss.weight, dy, None, dlse), losses.prepare_gradient,
         Given(x, dx, local, loss.weight, None, w_total), (m, ls, dy, None, dlse), of_rows,
     )  # fmt: skip

@@ -101,7 +101,7 @@ def prepare_loss(
     dx, whole = dx_like(kind, x), gradient and len(x) <= WHOLE[-1]
     prepare_rows = partial(_prepare_rows, of_ranks, x, dx, flat, whole, peers, shards.group)
     steps = prepare_around(prepare_rows, kind, dx, flat, loss, shards.n_classes, torch.float32, whole, counts=whole)
-    plain = loss.numbers() if loss.plain else None
+    plain = loss.numbers if loss.plain else None
 
     def build(_, *functions):
         steps = Steps(*functions)
@@ -113,7 +113,7 @@ def prepare_loss(
             asked, numbers = loss, plain
             if numbers is None:
                 asked = replace(loss, softcap=softcap, scale=1.0 if scale is None else scale)
-                numbers = asked.numbers()
+                numbers = asked.numbers
             of_group = steps._replace(rows=partial(steps.rows, peers, group))
             if not gradient:
                 return run_steps(of_group, x, flat, asked, numbers, None, kind, None)[0][0]
@@ -200,7 +200,7 @@ def _prepare_launch(
     }  # fmt: skip
     values = {
         "n_classes": facts.n_classes, "first": facts.of(None).first, "ignore_index": asked.ignore_index,
-        **dict(zip(_NUMBERS, _numbers_in(asked.numbers()), strict=True)),
+        **dict(zip(_NUMBERS, _numbers_in(asked.numbers), strict=True)),
     } | ({} if dx is not None else {"dx_row_stride": 0})  # fmt: skip
     said = f"cross_entropy {x.dtype} {facts.sizes} {facts.n_classes} {of_ranks.said}"
     return prepare_launch(
@@ -233,7 +233,7 @@ def _states_of(
     options = peers.number, *loss.asked().items(), facts, wanted, dtype
     of_ranks = _of_ranks(Kind(loss, wanted, dtype, False, False), facts, x)
     call = kept("states by peers", options, (x, target), _prepare_states, of_ranks, x, target, peers, group)
-    return call(peers, group, x, target, _numbers_in(loss.numbers()))
+    return call(peers, group, x, target, _numbers_in(loss.numbers))
 
 
 def _prepare_states(of_ranks: OfRanks, x: Tensor, target: Tensor, peers: Peers, group: Any) -> Launched:

@@ -150,7 +150,7 @@ def _by_kernels(shard: Shard) -> States:
         of_all = lse.new_full((), x.shape[1]) if loss.weight is None else loss.weight.sum()
         # The target's own part is 0 times its logit; which, where that is -inf, hides what the others give.
         first = _scaled(x[:, 0], loss) * (1.0 if loss.weight is None else loss.weight[0])
-        weighted = torch.where(first.isinf(), first, of_all * lse - x.shape[1] * rows.loss.sum(1))
+        weighted = torch.where(first.isinf(), first, of_all * lse - x.shape[1] * rows.loss)
         total = of_all.expand(len(x))
     if loss.stats:
         expected = torch.where(lse == -torch.inf, 0.0, lse - rows.entropy)
@@ -185,7 +185,7 @@ def _numbers(x: Tensor, loss: Loss) -> tuple[float, float | None]:
     """scale and softcap as the kernels have them."""
     if arithmetic_of(x) == torch.float64 or loss.scale == 0:
         return loss.scale, loss.softcap
-    numbers = loss.numbers()
+    numbers = loss.numbers
     return numbers.factor, None if loss.softcap is None else numbers.cap
 
 

@@ -92,7 +92,7 @@ def sharded(
     What is not wanted may be None.
     """
     options = (
-        *wanted, dtype, torch.is_grad_enabled(), loss.reduction, *loss.key(), loss.scale == 0, *shards[1:4],
+        *wanted, dtype, torch.is_grad_enabled(), loss.reduction, *loss.key, loss.scale == 0, *shards[1:4],
         shards.digest is None, shards.by_peers is None, whole is None, len(over) > 0,
     )  # fmt: skip
     call = find("losses over ranks", options, x, target, loss.weight)
@@ -166,7 +166,7 @@ def _gradient_by_operations(x, dx, target, kept, beside, of_call):
 
 def _numbers(loss: Loss) -> tuple[LossNumbers, LossNumbers]:
     """The numbers of the loss, and those of the launches that read and write rows."""
-    numbers = loss.numbers()
+    numbers = loss.numbers
     return numbers, rows_numbers(loss, numbers)
 
 
@@ -186,7 +186,7 @@ def _prepare(
     plain = _numbers(loss) if loss.plain and not loss.smooth else None
     with torch.no_grad():
         run = _prepare_run(x, target, loss, shards, wanted, dtype, spread, merges)
-    kinds = *loss.key(), *shards[1:4], inplace
+    kinds = *loss.key, *shards[1:4], inplace
     way = Way(run, partial(_gradient_by_kernels, kinds, inplace), wanted.beside, inplace)
 
     def call(x, target, loss, shards, over, whole):
