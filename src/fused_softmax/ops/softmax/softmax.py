@@ -74,8 +74,8 @@ def softmax(
     batch_invariant: a row has the same bits in any batch, at any place in it, and so has its row of the input's
         gradient: how it is summed follows from its length, the dtypes, the options and the GPU alone. Without it, few
         long rows are cut into more parts than many. Rows that do not lie so that all can be read alike, such as those
-        along another dim than the last, are copied first. None is True if
-        FUSED_SOFTMAX_BATCH_INVARIANT=1 stood in the environment at the import. CPU tensors take torch's own path all the same.
+        along another dim than the last, are copied first. None is True if FUSED_SOFTMAX_BATCH_INVARIANT=1 stood in the
+        environment at the import. CPU tensors take torch's own path all the same.
 
     group: of torch.distributed, over whose ranks the columns of `dim` lie in shards. Each rank gives its own columns of
         the input and of mask, in rank order, as many as it has, and gets the same columns of the result. Every rank of
