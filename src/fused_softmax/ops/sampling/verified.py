@@ -83,7 +83,7 @@ def _spec_of(plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, 
 def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int, bounded: bool) -> list:
     n_parts, n_wide = -(-plan.n_cols // (STRETCH * plan.stretches)), plan.n_draws * plan.wide_parts
     cut = plan.wide_parts, plan.wide_stretches
-    capped = {"maxnreg": registers_of_choosing()} if spec.wide and spec.ptx else {}
+    capped: dict[str, Any] = {"maxnreg": registers_of_choosing()} if spec.wide and spec.ptx else {}
     launches = [
         arguments.prepare(_stretches, plan.n_draws * n_parts, spec, index, plan.num_warps),
         arguments.prepare(
