@@ -1,14 +1,15 @@
-"""Drafts with a distribution, verified by the kernels: what torch's operations in float64 give."""
+"""Drafts with a distribution, and masks of filters, by the kernels: what torch's operations in float64 give."""
 
 import math
 
 import pytest
 import torch
 from products import pairwise
-from sampling_cases import few
+from sampling_cases import few, hard_rows
 
+import fused_softmax
 from fused_softmax import explain, speculative_sample
-from fused_softmax.ops.sampling import verification
+from fused_softmax.ops.sampling import reference, turns, verification
 
 FILTERS = [
     {}, {"temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 5}, {"top_k": 90}, {"top_p": 0.8},
@@ -144,6 +145,77 @@ def test_slices_are_read_where_they_lie(device):
     for target in (wide[:, -k - 1 :], wide[:, :: 9 // (k + 1)][:, : k + 1], wide.mT.contiguous().mT[:, : k + 1]):
         ours, wanted = both(target, tokens[:, :k], draft[:, 1 : k + 1], None, given, {})
         same(ours, wanted)
+
+
+MASKS = [
+    ("top_k", 1), ("top_k", 70), ("top_k", 0), ("top_k", "of rows"), ("top_p", 0.1), ("top_p", 0.9),
+    ("top_p", "of rows"), ("min_p", 0.01), ("min_p", "of rows"),
+]  # fmt: skip
+OF_ROWS = {
+    "top_k": lambda n: torch.arange(n) * 7, "top_p": lambda n: torch.linspace(-0.1, 1.1, n),
+    "min_p": lambda n: torch.linspace(-0.1, 1.1, n),
+}  # fmt: skip
+
+
+def odd_rows(n_cols):
+    """A NaN, nothing, one inf, two, an inf beside a NaN, few columns."""
+    x = torch.randn(6, n_cols, generator=torch.Generator().manual_seed(1))
+    x[0, 2], x[1], x[2, 3], x[4, 2], x[4, 3], x[5, 3:] = math.nan, -math.inf, math.inf, math.inf, math.nan, -math.inf
+    x[3, [1, 4]] = math.inf
+    return x
+
+
+@pairwise(("mask", "dtype"), ("mask", "n_cols"))
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n_cols", [5, 300, 2500])
+def test_rows_are_masked_as_by_torch(mask, dtype, n_cols, device):
+    name, number = mask
+    x = torch.cat([hard_rows(n_cols), odd_rows(n_cols)]).to(dtype).to(device)
+    number = OF_ROWS[name](len(x)).to(device) if number == "of rows" else number
+    with explain() as explained:
+        y = getattr(fused_softmax, f"{name}_mask_logits")(x, number)
+    assert explained[0].route == "kernel"
+    off = name == "top_k" and isinstance(number, int) and not 0 < number < n_cols
+    wanted = reference.mask_logits(x, **({} if off else {name: number}))
+    assert (y.dtype, y.shape) == (wanted.dtype, wanted.shape)
+    assert torch.equal(y.isnan(), wanted.isnan())
+    assert torch.equal(y.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+def test_few_rows_are_masked_at_a_time(monkeypatch, device):
+    x = torch.randn(11, 60, device=device)
+    top_p = torch.linspace(0.1, 0.9, 11, device=device)
+    whole = fused_softmax.top_p_mask_logits(x, top_p)
+    monkeypatch.setattr(turns, "_MOST_BYTES", 2 * 60 * 24)
+    assert torch.equal(fused_softmax.top_p_mask_logits(x, top_p), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_long_rows_are_masked_as_by_torch(mask, device):
+    name, number = mask
+    x = 2 * torch.randn(40, 151936, device=device, generator=torch.Generator(device).manual_seed(2))
+    number = OF_ROWS[name](len(x)).to(device) if number == "of rows" else number
+    off = name == "top_k" and isinstance(number, int) and number == 0
+    for each in (x, (3 * x).bfloat16()):
+        y = getattr(fused_softmax, f"{name}_mask_logits")(each, number)
+        wanted = reference.mask_logits(each, **({} if off else {name: number}))
+        assert torch.equal(y.isnan(), wanted.isnan())
+        apart = y.nan_to_num(7.0) != wanted.nan_to_num(7.0)
+        assert apart.sum() <= 4  # columns at a boundary that float32's sums move
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["top_k", "top_p"])
+def test_masks_take_little_memory_beside_the_result(name, device):
+    x = torch.randn(512, 151936, device=device, dtype=torch.bfloat16)
+    call = lambda: getattr(fused_softmax, f"{name}_mask_logits")(x, 100 if name == "top_k" else 0.9)  # noqa: E731
+    call()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    assert torch.cuda.max_memory_allocated() - before < 2 * x.numel() * x.element_size() + 16 * 2**20
 
 
 @pytest.mark.gpu

@@ -43,7 +43,6 @@ KERNEL, OPERATOR, SHARDED, COMPOSED, CUDNN, ATEN, NONE = (
 _NAMES = {Route.KERNEL: KERNEL, Route.OPERATOR: OPERATOR, Route.SHARDS: SHARDED, Route.COMPOSED: COMPOSED}
 
 _OVER_A_GROUP = SHARDED, "group= is given: each rank has columns of its own"
-_NO_KERNELS = COMPOSED, "there are no kernels for it"
 _DRAWN = COMPOSED, "sample draws, as drafts have no distribution"
 
 # What a call goes through that is not kept: where it is, the function's name (None: its first argument), and its route
@@ -68,7 +67,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (sampling, "_sample", "sample", None),
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),
     (speculative, "_speculative", "speculative_sample", None),
-    (sampling_filters, "_kept", None, _NO_KERNELS),
+    (sampling_filters, "_kept", None, None),
     (sampling_filters, "_penalize", "penalize", None),
 )
 _OPERATORS = {each.name for each in OPERATORS}

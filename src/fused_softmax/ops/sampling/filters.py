@@ -3,7 +3,7 @@
 The result for a row is the same in every batch, and nothing waits for the device. Autograd differentiates all of them,
 by what they keep: which columns these are has no gradient.
 
-Penalties have a kernel. Filters, and penalties of which a gradient is wanted, are torch's operations.
+Penalties and masks have kernels. What renormalises, and all of which a gradient is wanted, is torch's operations.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched
-from fused_softmax.core.route import needs_grad, route_of, runs_here
+from fused_softmax.core.route import Route, needs_grad, route_of, runs_here
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import rows_on_shards
+from fused_softmax.ops.sampling.judged import mask_rows
+from fused_softmax.ops.sampling.launches import MOST_COLUMNS
 from fused_softmax.ops.sampling.options import (
     check_ids,
     check_logits,
@@ -30,6 +32,7 @@ from fused_softmax.ops.sampling.penalties import Penalties, kinds_of, prepare_pe
 from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ranks.dtensor import mesh_of
 
+_BYTES_OF_NOTES = 24  # a logit, so that kernels note at most some 16 MiB of rows at a time
 _GRADIENT = "a gradient is wanted, which torch's operations have"
 _CHECKS: dict[str, Callable[..., Any]] = {"top_k": top_k_of, "top_p": top_p_of, "min_p": min_p_of}
 
@@ -123,6 +126,14 @@ def _kept(name: str, argument: str, rows: Tensor, keep: Callable[..., Tensor], *
         return found
     checked = {filter: _CHECKS[filter](name, value, rows, (rows.shape[0],))}
     tensors = [each for each in checked.values() if isinstance(each, Tensor)]
+    refused = "" if rows.shape[1] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
+    if needs_grad(rows, *tensors):
+        refused = _GRADIENT
+    if keep is reference.renorm_probs:
+        refused = "there are no kernels for it"
+    if route_of(name, rows, *tensors, refused=refused, batches=False) is Route.KERNEL:
+        with torch.no_grad():
+            return in_turns(mask_rows, (rows,), checked, _BYTES_OF_NOTES)
     if needs_grad(rows, *tensors) or not runs_here(rows, *tensors):
         return keep(rows, **checked)
     return in_turns(keep, (rows,), checked)

@@ -29,6 +29,7 @@ from fused_softmax.ops.sampling.kernels.common import (
     order_of,
     scratch_at,
     sum_of_8,
+    survey,
     value_of,
     weight_at,
 )
@@ -78,7 +79,10 @@ def _judge(
     tl.store(record_ptr + STATUS, 0)
     least, mass = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS, total
     known = tl.zeros([], tl.int32) == 0
-    if odd:
+    if K.masks & (odd | (m == NEG_INF)):
+        least, valid = bounds_of_odd(D, F, valid, K)
+        m = tl.full([], INF, tl.float32)
+    elif odd:
         column, valid = only_inf(None, D, valid, K)
         m = tl.full([], INF, tl.float32)
         least, mass = code_of(m, column), (tl.zeros([], tl.float32) + UNIT).to(tl.int64)
@@ -99,6 +103,26 @@ def _judge(
         tl.store(record_ptr + LEAST, least)
         tl.store(record_ptr + KEPT, mass)
     tl.store(valid_ptr + draw, valid.to(tl.int8))
+
+
+@triton.jit
+def bounds_of_odd(D, F, valid, K: tl.constexpr):
+    """(the code of the last logit that is kept, whether the row is not NaN) of a row that has a NaN, an inf or nothing.
+
+    top-k takes an inf for any logit. Beside one, nothing else has a probability.
+    """
+    _, n_inf, at_inf, n_nan = survey(D, K)
+    least = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
+    valid &= n_nan == 0
+    if K.counted:
+        if (F.k > 0) & (n_nan == 0):
+            tl.debug_barrier()  # what is called writes shared memory
+            least = least_in_row(D, F, K)
+    else:
+        valid &= n_inf <= 1
+        ends = (n_inf == 1) & ((F.p < 1) | (F.least > LOWEST))
+        least = tl.where(ends, code_of(tl.full([], INF, tl.float32), at_inf), least)
+    return least, valid
 
 
 @triton.jit
@@ -190,6 +214,32 @@ def _sum_kept(
                 first = column_of(call, quarter)
                 mass += mass_within(logits_of(D, first, there, K), first, D, m, B)
         tl.atomic_add(record_ptr + KEPT, tl.sum(mass, axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_stretches"])
+def _write_kept(
+    scratch_ptr, valid_ptr, logits_ptr, y_ptr, strides, n_rows, n_cols, n_parts, part_stretches, K: tl.constexpr
+):  # fmt: skip
+    """A part of a row as it is where it is kept, and -inf elsewhere; NaN if the row is."""
+    program = tl.program_id(0)
+    draw = (program // n_parts).to(tl.int64)
+    D = draw_of(
+        logits_ptr, None, None, None, None, None, None, strides, n_rows, n_cols, 1.0, 0, 0, 0, 0, draw, K
+    )  # fmt: skip
+    B = bounds_of_code(tl.load(scratch_ptr + draw * K.scratch + LEAST))
+    is_nan = tl.load(valid_ptr + draw) == 0
+    start = program % n_parts * part_stretches
+    end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
+    for stretch in range(start, end, K.stretches):
+        call = calls_of(stretch, K)
+        there = call < end * LANES
+        for quarter in tl.static_range(4):
+            first = column_of(call, quarter)
+            cols = first[:, None] + tl.arange(0, 8)[None, :]
+            x = logits_of(D, first, there, K)
+            y = tl.where(kept_of(x, cols, B), x, NEG_INF)
+            y = tl.where(is_nan, float("nan"), y)
+            tl.store(y_ptr + draw * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=there[:, None] & (cols < n_cols))
 
 
 @triton.jit

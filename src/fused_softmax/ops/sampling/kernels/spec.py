@@ -21,7 +21,8 @@ class SampleSpec:
     wide: whether launches follow for rows whose boundary is lower, after a second look at twice as many lanes.
         sampled, turns: groups that they are told of it by, and how many times so many; listed: logits that it is sought
         among.
-    of_probs: whether the logits are the logarithms of what is read.
+    of_probs: whether the logits are the logarithms of what is read. masks: whether what is kept is written, also of
+        rows that cannot be drawn from; `valid` then says which are not NaN.
     grain_bits: of the order of a logit, those that follow from the others: 16-bit logits have fewer than fp32.
     follows: whether the launch may begin before the one before it has ended, and waits for what that wrote; leads:
         whether the one after it may begin so.
@@ -48,6 +49,7 @@ class SampleSpec:
     listed: int = 0
     grain_bits: int = 0
     of_probs: bool = False
+    masks: bool = False
     ptx: bool = False
     follows: bool = False
     leads: bool = False
