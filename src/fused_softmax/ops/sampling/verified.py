@@ -11,7 +11,7 @@ from fused_softmax.core.device import device_of
 from fused_softmax.core.runner import has_ptx
 from fused_softmax.ops.sampling.judged import Rows, judge_rows
 from fused_softmax.ops.sampling.kernels.spec import VerifySpec
-from fused_softmax.ops.sampling.kernels.verified import _climb, _draw_left, _follow, _log_probs, _settle, _sum_left
+from fused_softmax.ops.sampling.kernels.verified import _climb, _draw_left, _follow, _report_tokens, _settle, _sum_left
 from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
 from fused_softmax.ops.sampling.reference import Number
@@ -80,7 +80,7 @@ def verify_drafts(
         logprobs = given["logprobs"] = empty(n, n_rows, dtype=torch.float32)
         given |= reported.tensors
         scalars |= {"strides": reported.scalars["strides"], "temperature": reported.scalars["temperature"]}
-        run(_log_probs, n, replace(spec, target=reported.spec), 1)
+        run(_report_tokens, n, replace(spec, target=reported.spec), 1)
     numbers = given["numbers"]
     return SpeculativeOutput(given["tokens"], numbers[:, 1].clone(), numbers[:, 2] > 0, logprobs, given["nodes"])
 

@@ -450,7 +450,7 @@ def words_of_stream(seed, position, counter, stream):
 
 
 @triton.jit(do_not_specialize=["target_rows", "n_cols"])
-def _log_probs(
+def _report_tokens(
     scratch_ptr, valid_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, tokens_ptr, nodes_ptr,
     numbers_ptr, logprobs_ptr, strides, target_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
