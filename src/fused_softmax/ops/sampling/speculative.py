@@ -92,8 +92,8 @@ def speculative_sample(
     token 0, and valid False. A row that cannot be drawn from, as sample has it, ends its sequence with token 0 and
     valid False. So does a row with drafts whose row of draft_logits or draft_probs cannot be drawn from.
 
-    Raises as sample does, and ValueError for a number of draft_lengths or a sequence of parents that is out of range, for
-    both draft_logits and draft_probs, for parents without a tree, and for a tree without parents.
+    Raises as sample does, and ValueError for a number of draft_lengths or a sequence of parents that is out of range,
+    for both draft_logits and draft_probs, for parents without a tree, and for a tree without parents.
 
     >>> target = torch.tensor([[[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]]], device="cuda")
     >>> speculative_sample(target, torch.tensor([[1, 1]], device="cuda"), temperature=0.0)[:2]
