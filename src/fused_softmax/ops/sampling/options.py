@@ -81,7 +81,7 @@ def sampling_of(
 ) -> Sampling:  # fmt: skip
     """The Sampling of a call on logits [n_rows, ..., vocab], or an error that names the argument.
 
-    What is given of rows may have the first of their dims alone.
+    A tensor that is given of rows may have all of their leading dims, the first alone, or none.
     """
     n_cols, leading = logits.shape[-1], tuple(logits.shape[:-1])
     if row_indices is not None:
