@@ -18,6 +18,7 @@ from fused_softmax.ops.sampling.launches import (
     STRETCH,
     Arguments,
     Numbers,
+    Written,
     of_a_call,
     prepare_draws,
     readable,
@@ -34,7 +35,7 @@ def prepare_sample(
 ) -> Callable[[Tensor, Numbers, Tensor | None, Tensor | None, Tensor | None, Tensor | None], SampleOutput]:  # fmt: skip
     """What draws and reports for a call like this one: as `prepare_draws`, with at most FEW top_logprobs."""
     processed, n_top = options.return_logprobs == "processed", options.top_logprobs
-    if options.return_logprobs is None or (processed and not n_top):
+    if options.return_logprobs is None or (processed and not (n_top or options.return_rank)):
         return prepare_draws(logits, options, seed, position, out, logprobs=processed, plan=plan)
     wanted = replace(options, return_kept=options.return_kept or processed)
     draw = prepare_draws(logits, wanted, seed, position, out, logprobs=processed, plan=plan)
@@ -42,9 +43,9 @@ def prepare_sample(
 
     def call(logits, numbers, bias, bitmask, rows, out):
         drawn = draw(logits, numbers, bias, bitmask, rows, out)
-        logprobs, top, top_tokens = report(logits, numbers, bias, bitmask, rows, drawn)
+        logprobs, top, top_tokens, rank = report(logits, numbers, bias, bitmask, rows, drawn)
         kept = drawn.kept if options.return_kept else None
-        return SampleOutput(drawn.tokens, drawn.valid, logprobs, top, top_tokens, kept)
+        return SampleOutput(drawn.tokens, drawn.valid, logprobs, top, top_tokens, kept, rank)
 
     return call
 
@@ -53,7 +54,7 @@ def prepare_report(
     logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None,
     processed: bool, plan: DrawPlan | None,
 ) -> Callable:  # fmt: skip
-    """What finds of draws like these the log-probabilities of the token and of the greatest: of a call's arguments."""
+    """What finds of draws like these the log-probabilities of the token and of the greatest, and its rank."""
     n_rows, n_cols = logits.shape
     n_draws, n_top = n_rows if options.row_indices is None else len(options.row_indices), options.top_logprobs
     index, empty = logits.get_device(), allocator(logits.device)
@@ -70,13 +71,14 @@ def prepare_report(
     def read_of(logits, bias, bitmask, rows):
         return readable(logits, bias if processed else None, bitmask if processed else None, rows)
 
-    def written(tokens: Tensor, valid: Tensor, logprobs: Tensor | None, kept: Tensor | None) -> tuple:
+    def written(tokens: Tensor, valid: Tensor, logprobs: Tensor | None, kept: Tensor | None) -> Written:
         top = (n_draws, n_top), (n_top, 1)
-        return (
+        return Written(
             empty((n_draws * spec.scratch,), (1,), torch.int64), tokens, valid,
             logprobs if processed else empty((n_draws,), (1,), torch.float32),
             kept.view(torch.uint8) if processed and kept is not None else None,
             empty(*top, torch.float32) if n_top else None, empty(*top, torch.int64) if n_top else None,
+            empty((n_draws,), (1,), torch.int64) if options.return_rank else None,
         )  # fmt: skip
 
     device = logits.device
@@ -101,6 +103,6 @@ def prepare_report(
         values = of_a_call(read_of(logits, bias, bitmask, rows), its, numbers_of(numbers))
         for launched, given in launches:
             launched(*given(values))
-        return its[3], its[5], its[6]
+        return its.logprobs, its.top, its.top_tokens, its.rank
 
     return report

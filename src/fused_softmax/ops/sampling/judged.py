@@ -16,6 +16,7 @@ from fused_softmax.ops.sampling.launches import (
     STRETCH,
     Arguments,
     Numbers,
+    Written,
     is_few,
     of_a_call,
     readable,
@@ -52,7 +53,7 @@ def judge_rows(logits: Tensor, options: Sampling, of_probs: bool = False, masks:
     valid = torch.empty(n_draws, dtype=torch.bool, device=device)
     read = readable(logits, options.logit_bias, options.bitmask, options.row_indices)
     numbers = Numbers(options.temperature, options.top_k, options.top_p, options.min_p, 0, 0)
-    written = record, None, valid, None, None, None, None
+    written = Written(record, valid=valid)
     arguments = Arguments(read, written, numbers, n_rows, n_cols, plan)
     if n_draws:
         values = of_a_call(read, written, numbers)

@@ -60,13 +60,25 @@ class Numbers(NamedTuple):
         return cls(options.temperature, options.top_k, options.top_p, options.min_p, seed, position)
 
 
+class Written(NamedTuple):
+    """What a call's launches write, as far as they do."""
+
+    scratch: Tensor | None = None
+    tokens: Tensor | None = None
+    valid: Tensor | None = None
+    logprobs: Tensor | None = None
+    kept: Tensor | None = None
+    top: Tensor | None = None
+    top_tokens: Tensor | None = None
+    rank: Tensor | None = None
+
+
 NUMBERS = Numbers._fields
 _DEFAULTS = Numbers(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
 _HALVES = "seed_low", "seed_high", "position_low", "position_high"  # of 64 bits that are numbers
 _STRIDES = "logits", "bias", "bitmask", *NUMBERS, "tokens", "kept"  # as ops/sampling/kernels/common.py has them
 _READ = "logits", "bias", "bitmask", "rows"
-_WRITTEN = "scratch", "tokens", "valid", "logprobs", "kept", "top", "top_tokens"
-_OF_A_CALL = *_READ, *_WRITTEN, *NUMBERS, *_HALVES  # what launches choose from
+_OF_A_CALL = *_READ, *Written._fields, *NUMBERS, *_HALVES  # what launches choose from
 
 
 def is_few(top_k: Any) -> bool:
@@ -81,7 +93,7 @@ def _halves(number: Any) -> tuple[int, int]:
     return (number + 2**31) % 2**32 - 2**31, ((number >> 32) + 2**31) % 2**32 - 2**31
 
 
-def of_a_call(read: tuple, written: tuple, numbers: Numbers) -> tuple:
+def of_a_call(read: tuple, written: Written, numbers: Numbers) -> tuple:
     """What `_OF_A_CALL` names."""
     return (*read, *written, *numbers, *_halves(numbers.seed), *_halves(numbers.position))
 
@@ -89,7 +101,7 @@ def of_a_call(read: tuple, written: tuple, numbers: Numbers) -> tuple:
 class Arguments:
     """A kernel's arguments by name, of a call's tensors and numbers; and which of them every call gives anew."""
 
-    def __init__(self, read: tuple, written: tuple, numbers: Numbers, n_rows: int, n_cols: int, plan: DrawPlan):
+    def __init__(self, read: tuple, written: Written, numbers: Numbers, n_rows: int, n_cols: int, plan: DrawPlan):
         given = dict(zip(_OF_A_CALL, of_a_call(read, written, numbers), strict=True))
         self._tensors = {name: value if isinstance(value, Tensor) else None for name, value in given.items()}
         self._anew: set[str] = set()  # of the numbers
@@ -166,14 +178,14 @@ def prepare_draws(
     read, numbers = readable(*given), Numbers.of(options, seed, position)
     as_given = all(a is b for a, b in zip(read, given, strict=True))
 
-    def written(out: Tensor | None) -> tuple[Any, ...]:
+    def written(out: Tensor | None) -> Written:
         tokens, valid = results(out)
         if not filtered:
-            return _slots(index, n_draws) if spec.split else None, tokens, valid, None, None, None, None
-        return (
+            return Written(_slots(index, n_draws) if spec.split else None, tokens, valid)
+        return Written(
             empty((n_draws * spec.scratch,), (1,), torch.int64), tokens, valid,
             empty(of_draws, (1,), torch.float32) if logprobs else None,
-            torch.zeros(of_kept, dtype=torch.uint8, device=device) if keeps else None, None, None,
+            torch.zeros(of_kept, dtype=torch.uint8, device=device) if keeps else None,
         )  # fmt: skip
 
     arguments = Arguments(read, like := written(out), numbers, n_rows, n_cols, plan)
@@ -182,7 +194,7 @@ def prepare_draws(
             arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps, plan.parts, plan.part_stretches)
         ]
     elif spec.first and (logprobs or keeps):
-        tokens_alone = Arguments(read, (*like[:3], None, None, None, None), numbers, n_rows, n_cols, plan)
+        tokens_alone = Arguments(read, Written(*like[:3]), numbers, n_rows, n_cols, plan)
         of_tokens = replace(spec, wide=spec.by_row and _is_of_rest(options))
         launches = _launches_of_tokens(plan, of_tokens, tokens_alone, index)
         launches += _launches_of_boundary(plan, replace(spec, by_row=False, given=True), arguments, index)
@@ -200,9 +212,8 @@ def prepare_draws(
         values = of_a_call(read, its, numbers)
         for launched, wanted in launches:
             launched(*wanted(values))
-        _, tokens, valid, of_tokens, kept, *_ = its
-        kept = None if kept is None else kept.view(torch.int32)
-        return SampleOutput(tokens, valid, of_tokens, None, None, kept)
+        kept = None if its.kept is None else its.kept.view(torch.int32)
+        return SampleOutput(its.tokens, its.valid, its.logprobs, kept=kept)  # type: ignore[arg-type]
 
     return draw
 
@@ -333,7 +344,7 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     spec = spec_of(plan, Sampling(), index, True, logits.dtype)
     scratch = torch.empty(n_draws, spec.scratch, dtype=torch.int64, device=x.device)
     read, numbers = readable(logits, None, None, options.row_indices), Numbers(1.0, None, None, None, 0, 0)
-    written = scratch, None, None, None, None, None, None
+    written = Written(scratch)
     if n_draws:
         programs = n_draws * -(-n_stretches // plan.stretches)
         arguments = Arguments(read, written, numbers, logits.shape[0], n_cols, plan)

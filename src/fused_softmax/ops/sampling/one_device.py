@@ -24,7 +24,7 @@ from fused_softmax.ops.sampling.launches import (
 )
 from fused_softmax.ops.sampling.options import PENALTIES, Sampling
 from fused_softmax.ops.sampling.penalties import Penalties, prepare_penalties, strides_of_draws
-from fused_softmax.ops.sampling.reference import SampleOutput, per_row
+from fused_softmax.ops.sampling.reference import SampleOutput, per_row, rank_of, unpacked
 from fused_softmax.ops.sampling.turns import prepare_sample
 
 _NUMBERS = (float, int)
@@ -56,15 +56,17 @@ def draws_of(
         of_token = x.gather(1, drawn.tokens[:, None]).double()
         t = per_row(options.temperature, x)
         top_x, top_tokens = greatest(x, n_top, drawn.kept)
+        assert drawn.kept is not None
+        rank = rank_of(x, drawn.tokens, drawn.valid, unpacked(drawn.kept, x.shape[1])) if options.return_rank else None
         less = torch.where(top_x == of_token, 0.0, top_x.double() - of_token) / torch.where(t > 0, t, 1.0)
         assert of_tokens is not None
         top = less + of_tokens[:, None].double()
     else:
-        of_tokens, top, top_tokens = _raw_log_probs(drawn, logits, options, x)
+        of_tokens, top, top_tokens, rank = _raw_log_probs(drawn, logits, options, x)
     top, top_tokens = _in_valid_rows(drawn, top, top_tokens)
     kept = drawn.kept if options.return_kept else None
     tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)
-    return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, kept)
+    return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, kept, rank)
 
 
 def _in_valid_rows(drawn: SampleOutput, top: Tensor, top_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,12 +77,13 @@ def _in_valid_rows(drawn: SampleOutput, top: Tensor, top_tokens: Tensor) -> tupl
 
 def _raw_log_probs(
     drawn: SampleOutput, logits: Tensor, options: Sampling, x: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(of the tokens, the greatest, their columns): log-probabilities of the logits as given, x their rows."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(of the tokens, the greatest, their columns; ranks): log-probabilities of the logits as given, x their rows."""
     lse = raw_lse(logits, options, x)[:, None]
     of_tokens = log_probs_at(x.gather(1, drawn.tokens[:, None]), lse).squeeze(1).float()
     top_x, top_tokens = greatest(x, options.top_logprobs)
-    return of_tokens.masked_fill(~drawn.valid, math.nan), log_probs_at(top_x, lse), top_tokens
+    rank = rank_of(x, drawn.tokens, drawn.valid) if options.return_rank else None
+    return of_tokens.masked_fill(~drawn.valid, math.nan), log_probs_at(top_x, lse), top_tokens, rank
 
 
 def _penalized_draws(
@@ -97,10 +100,10 @@ def _penalized_draws(
     if options.return_logprobs != "raw":
         return draws_of(x, own, seed, position, out)
     drawn = draws_of(x, own, seed, position)
-    of_tokens, top, top_tokens = _raw_log_probs(drawn, logits, options, rows_of(logits, options))
+    of_tokens, top, top_tokens, rank = _raw_log_probs(drawn, logits, options, rows_of(logits, options))
     top, top_tokens = _in_valid_rows(drawn, top, top_tokens)
     tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)
-    return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, drawn.kept)
+    return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, drawn.kept, rank)
 
 
 def penalties_of(options: Sampling) -> tuple[Any, ...]:
@@ -113,7 +116,9 @@ def _of_penalized(options: Sampling) -> Sampling:
 
     Log-probabilities of the logits as given are not of these rows.
     """
-    raw: Any = {"return_logprobs": None, "top_logprobs": 0} if options.return_logprobs == "raw" else {}
+    raw: Any = (
+        {"return_logprobs": None, "top_logprobs": 0, "return_rank": False} if options.return_logprobs == "raw" else {}
+    )
     names = "logit_bias", "bitmask", "row_indices", "token_ids", *PENALTIES
     done: Any = {name: Sampling.DEFAULTS[name] for name in names}
     return replace(options, **done, **raw)
@@ -132,7 +137,10 @@ def _prepare_penalized(
     draw = prepared_of(x, _of_penalized(options), seed, position, None if raw else out)
     report: Any = None
     if raw:
-        as_given = Sampling(row_indices=options.row_indices, return_logprobs="raw", top_logprobs=options.top_logprobs)
+        as_given = Sampling(
+            row_indices=options.row_indices, return_logprobs="raw", top_logprobs=options.top_logprobs,
+            return_rank=options.return_rank,
+        )  # fmt: skip
         report = prepare_report(logits, as_given, seed, position, None, False, None)
 
     def call(logits, numbers, bias, bitmask, rows, out, token_ids, penalties):
@@ -140,9 +148,9 @@ def _prepare_penalized(
         if not raw:
             return draw(x, numbers, None, None, None, out)
         drawn = draw(x, numbers, None, None, None, None)
-        of_tokens, top, top_tokens = report(logits, numbers, None, None, rows, drawn)
+        of_tokens, top, top_tokens, rank = report(logits, numbers, None, None, rows, drawn)
         tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)  # which may share memory with the logits
-        return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, drawn.kept)
+        return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, drawn.kept, rank)
 
     return call
 

@@ -13,9 +13,10 @@ from fused_softmax.ops.sampling.options import Sampling
 # Results that are not asked for are empty. A number of rows counts where there is no tensor of it.
 SAMPLE = (
     f"(Tensor logits, Tensor seed, Tensor position, {Sampling.schema()}) -> "
-    "(Tensor tokens, Tensor valid, Tensor logprobs, Tensor top_logprobs, Tensor top_tokens, Tensor kept)"
+    "(Tensor tokens, Tensor valid, Tensor logprobs, Tensor top_logprobs, Tensor top_tokens, Tensor kept, "
+    "Tensor rank)"
 )
-_DTYPES = torch.int64, torch.bool, torch.float32, torch.float32, torch.int64, torch.int32
+_DTYPES = torch.int64, torch.bool, torch.float32, torch.float32, torch.int64, torch.int32, torch.int64
 
 
 def sample(logits, seed, position, *given):
@@ -37,8 +38,9 @@ def fake_sample(logits, seed, position, *given):
     n_top = options.top_logprobs
     shapes = (
         [n_draws], [n_draws], [n_draws], [n_draws, n_top], [n_draws, n_top], [n_draws, -(-logits.shape[1] // 32)],
+        [n_draws],
     )  # fmt: skip
-    asked = options.asked(*range(6))
+    asked = options.asked(*range(7))
     return tuple(
         logits.new_empty([0] if i is None else shape, dtype=dtype)
         for i, shape, dtype in zip(asked, shapes, _DTYPES, strict=True)

@@ -47,6 +47,7 @@ class Sampling(Options):
     repetition: float | Tensor = option(1.0, "float", by_row=True)
     presence: float | Tensor = option(0.0, "float", by_row=True)
     frequency: float | Tensor = option(0.0, "float", by_row=True)
+    return_rank: bool = option(False, "bool")
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -60,12 +61,14 @@ class Sampling(Options):
         """As the public functions take them."""
         return {name: getattr(self, name) for name in PENALTIES}
 
-    def asked(self, tokens: Any, valid: Any, logprobs: Any, top_logprobs: Any, top_tokens: Any, kept: Any) -> tuple:
+    def asked(
+        self, tokens: Any, valid: Any, logprobs: Any, top_logprobs: Any, top_tokens: Any, kept: Any, rank: Any
+    ) -> tuple:
         """The results of a call, None for those that it did not ask for."""
         n_top = self.top_logprobs
         return (
             tokens, valid, None if self.return_logprobs is None else logprobs, top_logprobs if n_top else None,
-            top_tokens if n_top else None, kept if self.return_kept else None,
+            top_tokens if n_top else None, kept if self.return_kept else None, rank if self.return_rank else None,
         )  # fmt: skip
 
 
@@ -78,6 +81,7 @@ def sampling_of(
     name: str, logits: Tensor, temperature: Any, top_k: Any, top_p: Any, min_p: Any, order: Any, logit_bias: Any = None,
     bitmask: Any = None, row_indices: Any = None, return_logprobs: Any = None, top_logprobs: Any = 0,
     return_kept: Any = False, token_ids: Any = None, repetition: Any = 1.0, presence: Any = 0.0, frequency: Any = 0.0,
+    return_rank: Any = False,
 ) -> Sampling:  # fmt: skip
     """The Sampling of a call on logits [n_rows, ..., vocab], or an error that names the argument.
 
@@ -114,8 +118,11 @@ def sampling_of(
         raise ValueError(f"{name}: top_logprobs must be in [0, {n_cols}], got {top_logprobs}")
     if top_logprobs and return_logprobs is None:
         raise ValueError(f'{name}: top_logprobs={top_logprobs} takes return_logprobs="raw" or "processed", got None')
-    if not isinstance(return_kept, bool):
-        raise TypeError(f"{name}: return_kept must be a bool, not {typed(return_kept)}")
+    for argument, asked in (("return_kept", return_kept), ("return_rank", return_rank)):
+        if not isinstance(asked, bool):
+            raise TypeError(f"{name}: {argument} must be a bool, not {typed(asked)}")
+    if return_rank and return_logprobs is None:
+        raise ValueError(f'{name}: return_rank takes return_logprobs="raw" or "processed", got None')
     given = {"repetition": repetition, "presence": presence, "frequency": frequency}
     penalties = {argument: penalty_of(name, argument, value, logits, leading) for argument, value in given.items()}
     if token_ids is not None:
@@ -133,6 +140,7 @@ def sampling_of(
         return_logprobs=return_logprobs,
         top_logprobs=top_logprobs,
         return_kept=return_kept,
+        return_rank=return_rank,
         token_ids=token_ids,
         **penalties,
     )

@@ -204,7 +204,8 @@ def _told(own: SampleOutput, options: Sampling, n_draws: int, shards: Shards) ->
     """All ranks' draws, on every rank. In float64, which holds tokens and log-probabilities."""
     part = Part(n_draws, len(shards.sizes), shards.rank)
     n_top = options.top_logprobs
-    said = [each for each in (own.tokens[:, None], own.valid[:, None], _column(own.logprobs)) if each is not None]
+    of_rows = own.tokens, own.valid, own.logprobs, own.rank
+    said = [each[:, None] for each in of_rows if each is not None]
     if own.top_logprobs is not None and own.top_tokens is not None:
         said += [own.top_logprobs, own.top_tokens]
     message = own.tokens.new_zeros(sum(each.shape[1] for each in said), part.most, dtype=torch.float64)
@@ -213,10 +214,7 @@ def _told(own: SampleOutput, options: Sampling, n_draws: int, shards: Shards) ->
     valid = heard[:, 1] == 1  # NaN where ranks asked for different things
     tokens = torch.where(valid, heard[:, 0], 0.0).long()
     logprobs = heard[:, 2].float() if own.logprobs is not None else None
-    top = heard[:, 3 : 3 + n_top].float() if n_top else None
-    top_tokens = heard[:, 3 + n_top :].nan_to_num(-1.0).long() if n_top else None
-    return SampleOutput(tokens, valid, logprobs, top, top_tokens)
-
-
-def _column(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values[:, None]
+    rank = heard[:, 3].nan_to_num(0.0).long() if own.rank is not None else None
+    top = heard[:, -2 * n_top : -n_top].float() if n_top else None
+    top_tokens = heard[:, -n_top:].nan_to_num(-1.0).long() if n_top else None
+    return SampleOutput(tokens, valid, logprobs, top, top_tokens, rank=rank)

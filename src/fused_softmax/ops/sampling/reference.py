@@ -55,6 +55,7 @@ class SampleOutput(NamedTuple):
     top_logprobs, top_tokens: float32 and int64 [n_draws, top_logprobs], the greatest first, of equals the lowest column
         first. Where fewer columns have a probability, -inf and -1; where valid is False, NaN and -1.
     kept: int32 [n_draws, ceil(vocab / 32)]; bit c % 32 of word c // 32 says whether column c could be drawn.
+    rank: int64 [n_draws], 1 and as many as columns have a greater logit than the token; 0 where valid is False.
 
     >>> out = sample(torch.tensor([[0.0, 1.0, 2.0]]), temperature=0.0, return_logprobs="raw")
     >>> out.tokens, out.valid, out.logprobs
@@ -67,6 +68,7 @@ class SampleOutput(NamedTuple):
     top_logprobs: Tensor | None = None
     top_tokens: Tensor | None = None
     kept: Tensor | None = None
+    rank: Tensor | None = None
 
 
 def sample(
@@ -75,6 +77,7 @@ def sample(
     logit_bias: Tensor | None = None, bitmask: Tensor | None = None, row_indices: Tensor | None = None,
     return_logprobs: str | None = None, top_logprobs: int = 0, return_kept: bool = False,
     token_ids: Tensor | None = None, repetition: Number = 1.0, presence: Number = 0.0, frequency: Number = 0.0,
+    return_rank: bool = False,
 ) -> SampleOutput:  # fmt: skip
     """fused_softmax.sample for seeds and positions [n_draws], int64."""
     n_rows, n_cols = logits.shape
@@ -101,7 +104,16 @@ def sample(
             top_tokens = torch.where(valid[:, None] & (top > -math.inf), top_tokens, -1)
             top = top.masked_fill(~valid[:, None], math.nan).float()
     kept = packed(judged.kept & valid[:, None]) if return_kept else None
-    return SampleOutput(tokens, valid, of_tokens, top, top_tokens, kept)
+    rank = rank_of(raw if return_logprobs == "raw" else x, tokens, valid) if return_rank else None
+    return SampleOutput(tokens, valid, of_tokens, top, top_tokens, kept, rank)
+
+
+def rank_of(x: Tensor, tokens: Tensor, valid: Tensor, kept: Tensor | None = None) -> Tensor:
+    """1 and as many as logits [n, n_cols] are greater than the token's, of those that are kept; 0 where not valid."""
+    greater = x > x.gather(1, tokens[:, None])
+    if kept is not None:
+        greater = greater & kept
+    return torch.where(valid, greater.sum(1) + 1, 0)
 
 
 FEW = 64  # of top-k, which is found before the draw
@@ -148,7 +160,7 @@ def with_gradients(
 
     A row that cannot be drawn from has gradient 0.
     """
-    tokens, valid, _, top, top_tokens, kept = drawn
+    tokens, valid, _, top, top_tokens, kept, rank = drawn
     there = valid[:, None]
     x = rows_of_draws(logits, row_indices)
     if processed and kept is not None:
@@ -171,7 +183,7 @@ def with_gradients(
     if top_tokens is not None:
         top = torch.where(top_tokens >= 0, logprobs.gather(1, top_tokens.clamp(min=0)), -math.inf)
         top = top.masked_fill(~there, math.nan)
-    return SampleOutput(tokens, valid, of_tokens, top, top_tokens, kept)
+    return SampleOutput(tokens, valid, of_tokens, top, top_tokens, kept, rank)
 
 
 def judge(

@@ -83,6 +83,7 @@ def sample(
     return_logprobs: Logprobs | None = None,
     top_logprobs: int = 0,
     return_kept: bool = False,
+    return_rank: bool = False,
     out: Tensor | None = None,
     group: "ProcessGroup | None" = None,
     n_classes: int | None = None,
@@ -125,6 +126,8 @@ def sample(
     return_logprobs: "raw": of log_softmax(logits) as given; "processed": of the distribution that is drawn from.
     top_logprobs: how many of the greatest of these to return.
     return_kept: whether to return which columns were kept.
+    return_rank: whether to return how many columns have a greater logit than the token, and 1; of the logits as given
+        or of what is drawn from, as return_logprobs says.
     out: int64 [n_draws], any stride but of an expanded tensor, where to write the tokens; it may be one of the
         arguments, or share its memory.
     group: of torch.distributed, over whose ranks the vocabulary lies in shards: each rank gives its own columns of the
@@ -175,7 +178,7 @@ def sample(
         tensors = {"logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices, "token_ids": token_ids}
         asked = {
             "order": order, "return_logprobs": return_logprobs, "top_logprobs": top_logprobs,
-            "return_kept": return_kept,
+            "return_kept": return_kept, "return_rank": return_rank,
         }  # fmt: skip
         over = over_of(group, n_classes, shard_sizes, transport)
         random = seed, position, generator
@@ -191,7 +194,8 @@ def sample(
                 position=position, generator=generator, logit_bias=_detached(logit_bias), bitmask=bitmask,
                 row_indices=row_indices, token_ids=token_ids, repetition=_detached(repetition),
                 presence=_detached(presence), frequency=_detached(frequency), return_logprobs=return_logprobs,
-                top_logprobs=top_logprobs, return_kept=processed if return_kept is False else return_kept, out=out,
+                top_logprobs=top_logprobs, return_kept=processed if return_kept is False else return_kept,
+                return_rank=return_rank, out=out,
             )  # fmt: skip
         penalties = repetition, presence, frequency
         given = reference.with_gradients(
@@ -202,11 +206,11 @@ def sample(
     look: Any = None
     more: tuple[Any, ...] = ()
     bare = top_logprobs.__class__ is int and top_logprobs <= FEW
-    if bare and return_kept.__class__ is bool and not _is_compiling():
+    if bare and return_kept.__class__ is return_rank.__class__ is bool and not _is_compiling():
         plain = plain_call(logits, temperature, top_k, top_p, min_p, seed, position, generator)
     if plain is not None:
         (t, k, p, least_p, of_seed, of_position), kinds = plain
-        kind: Any = (order, return_logprobs, top_logprobs, return_kept, k.__class__ is int and k <= FEW)
+        kind: Any = (order, return_logprobs, top_logprobs, return_kept, return_rank, k.__class__ is int and k <= FEW)
         can_be_kept = True
         if token_ids is not None:
             more = token_ids, (penalties := Penalties(repetition, presence, frequency))
@@ -223,7 +227,7 @@ def sample(
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "order": order,
         "logit_bias": logit_bias, "bitmask": bitmask, "row_indices": row_indices, "return_logprobs": return_logprobs,
         "top_logprobs": top_logprobs, "return_kept": return_kept, "token_ids": token_ids, "repetition": repetition,
-        "presence": presence, "frequency": frequency,
+        "presence": presence, "frequency": frequency, "return_rank": return_rank,
     }  # fmt: skip
     return _sample(logits, options, (seed, position, generator), out, look)
 

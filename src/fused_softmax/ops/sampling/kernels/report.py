@@ -1,4 +1,4 @@
-"""Log-probabilities of a draw's token and of a row's greatest logits, from what `_stretches` left of the row.
+"""Log-probabilities of a draw's token and of a row's greatest logits, and its rank, from what `_stretches` left.
 
 The greatest logits are those of the lanes with the greatest maxima, as filters have them: no row is sorted.
 """
@@ -37,8 +37,8 @@ from fused_softmax.ops.sampling.kernels.wide import list_marked
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows", "top_k"])
 def _report(
-    scratch_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr, kept_ptr, top_ptr, top_tokens_ptr, bias_ptr,
-    bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, temperature, top_k, K: tl.constexpr,
+    scratch_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr, kept_ptr, top_ptr, top_tokens_ptr, rank_ptr,
+    bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, temperature, top_k, K: tl.constexpr,
 ):  # fmt: skip
     """Of the row as it is: the token's log-probability and the top_k greatest; or with kept_ptr of what filters kept,
     of which the token's is known.
@@ -65,6 +65,11 @@ def _report(
         tl.store(logprobs_ptr + draw, tl.where(valid, logprob, float("nan")))
     else:
         origin, factor, offset = x_t, D.factor * LN2, tl.load(logprobs_ptr + draw)
+    if rank_ptr is not None:
+        rank = tl.zeros([], tl.int64)
+        if valid:
+            rank += 1 + count_above(scratch_ptr, draw, x_t, D, K)
+        tl.store(rank_ptr + draw, rank)
     if top_ptr is not None:
         N: tl.constexpr = K.candidates
         i = tl.arange(0, N)
@@ -87,6 +92,22 @@ def _report(
         beyond = (i >= tl.minimum(n, top_k)) & (i < top_k)
         tl.store(top_ptr + at + i, tl.where(valid & (offset == offset), NEG_INF, float("nan")), mask=beyond)
         tl.store(top_tokens_ptr + at + i, tl.full([N], -1, tl.int64), mask=beyond)
+
+
+@triton.jit
+def count_above(scratch_ptr, draw, x_t, D, K: tl.constexpr):
+    """How many logits of a row are greater than one. A lane whose maximum is not is not read; NaN hides a maximum."""
+    tops_ptr = scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K)
+    count = tl.zeros([K.stretches * LANES], tl.int32)
+    for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
+        call = calls_of(stretch, K)
+        there = call < tl.cdiv(D.n_cols, STRETCH) * LANES
+        top = tl.load(tops_ptr + call, mask=there, other=NEG_INF)
+        there = there & ((top > x_t) | (top != top))
+        for quarter in tl.static_range(4):
+            x = logits_of(D, column_of(call, quarter), there, K)
+            count += tl.sum((x > x_t).to(tl.int32), axis=1)
+    return tl.sum(count, axis=0)
 
 
 @triton.jit
