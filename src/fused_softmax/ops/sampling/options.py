@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core.described import described, typed
-from fused_softmax.core.options import Options, option
+from fused_softmax.core.options import Options, is_bool, option
 
 Order = Literal["sequential", "joint"]
 Logprobs = Literal["raw", "processed"]
@@ -118,9 +118,8 @@ def sampling_of(
         raise ValueError(f"{name}: top_logprobs must be in [0, {n_cols}], got {top_logprobs}")
     if top_logprobs and return_logprobs is None:
         raise ValueError(f'{name}: top_logprobs={top_logprobs} takes return_logprobs="raw" or "processed", got None')
-    for argument, asked in (("return_kept", return_kept), ("return_rank", return_rank)):
-        if not isinstance(asked, bool):
-            raise TypeError(f"{name}: {argument} must be a bool, not {typed(asked)}")
+    is_bool(name, "return_kept", return_kept)
+    is_bool(name, "return_rank", return_rank)
     if return_rank and return_logprobs is None:
         raise ValueError(f'{name}: return_rank takes return_logprobs="raw" or "processed", got None')
     given = {"repetition": repetition, "presence": presence, "frequency": frequency}

@@ -57,7 +57,7 @@ def speculative_sample(
     """The tokens that drafts leave of sampling from the target: accepted drafts, and one token of the target's.
 
     Their distribution is that of sampling from the target with these filters, whatever the drafts are. Nothing waits
-    for the device.
+    for the device, but for a copy of parents that are numbers.
 
     target_logits: [n, k + 1, vocab], float32, float16 or bfloat16: row j is of the token that draft j proposes. Of a
         tree, row 0 is of the token after the prefix, and row j + 1 of the one after draft j.
@@ -80,7 +80,7 @@ def speculative_sample(
         several drafts, drawn independently, which are tried in the order of their numbers; each that is rejected leaves
         max(p - q, 0), renormalised (Miao et al., 2024, arXiv 2305.09781).
     parents: of a tree, the draft that each follows, -1 for those that follow the prefix: int64 or int32 [n, k] or [k],
-        or k numbers. Parents come before their children.
+        or k numbers, which are copied to the device, as a captured graph cannot. Parents come before their children.
     seed, position: as sample's, numbers or tensors [] or [n]. Token j of a sequence has position + j. Without a
         position, sequence i begins at position i * (k + 1) if the seed is a number, and at 0 if it is a tensor. Drafts
         may be drawn by `sample` with the same seed and positions, because other noise accepts and replaces them;
