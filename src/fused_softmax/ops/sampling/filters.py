@@ -17,8 +17,9 @@ from fused_softmax.core.launched import Launched
 from fused_softmax.core.route import Route, needs_grad, route_of, runs_here
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import rows_on_shards
-from fused_softmax.ops.sampling.judged import mask_rows
-from fused_softmax.ops.sampling.launches import MOST_COLUMNS
+from fused_softmax.ops.sampling.judged import prepare_masks
+from fused_softmax.ops.sampling.launches import MOST_COLUMNS, is_few
+from fused_softmax.ops.sampling.one_device import plain_call
 from fused_softmax.ops.sampling.options import (
     check_ids,
     check_logits,
@@ -32,7 +33,6 @@ from fused_softmax.ops.sampling.penalties import Penalties, kinds_of, prepare_pe
 from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ranks.dtensor import mesh_of
 
-_BYTES_OF_NOTES = 24  # a logit, so that kernels note at most some 16 MiB of rows at a time
 _GRADIENT = "a gradient is wanted, which torch's operations have"
 _CHECKS: dict[str, Callable[..., Any]] = {"top_k": top_k_of, "top_p": top_p_of, "min_p": min_p_of}
 
@@ -116,11 +116,20 @@ def top_p_renorm_probs(probs: Tensor, top_p: float | Tensor) -> Tensor:
     return _kept("top_p_renorm_probs", "probs", probs, reference.renorm_probs, top_p=top_p)
 
 
-def _kept(name: str, argument: str, rows: Tensor, keep: Callable[..., Tensor], **filters: Any) -> Tensor:
-    """What `keep` makes of rows by one filter, both checked."""
-    check_logits(name, argument, rows, "[n_rows, vocab]")
+def _kept(name: str, argument: str, rows: Tensor, keep_of: Callable[..., Tensor], **filters: Any) -> Tensor:
+    """What `keep_of` makes of rows by one filter, both checked."""
     ((filter, value),) = filters.items()
-    again = lambda **local: _kept(name, argument, local[argument], keep, **{filter: local[filter]})  # noqa: E731
+    look = None
+    if value is not None and not torch.compiler.is_dynamo_compiling():
+        top_k, top_p, min_p = (filters.get(each) for each in ("top_k", "top_p", "min_p"))
+        plain = plain_call(rows, 1.0, top_k, top_p, min_p, 0, 0, None)
+        if plain is not None:
+            look = is_few(value), *plain[1]
+            call = find(name, look[0], rows, *look[1:])
+            if call is not None:
+                return call(rows, getattr(plain[0], filter))
+    check_logits(name, argument, rows, "[n_rows, vocab]")
+    again = lambda **local: _kept(name, argument, local[argument], keep_of, **{filter: local[filter]})  # noqa: E731
     found = rows_on_shards(name, again, {argument: rows, filter: value}, rows.shape[0])
     if found is not None:
         return found
@@ -129,14 +138,17 @@ def _kept(name: str, argument: str, rows: Tensor, keep: Callable[..., Tensor], *
     refused = "" if rows.shape[1] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
     if needs_grad(rows, *tensors):
         refused = _GRADIENT
-    if keep is reference.renorm_probs:
+    if keep_of is reference.renorm_probs:
         refused = "there are no kernels for it"
     if route_of(name, rows, *tensors, refused=refused, batches=False) is Route.KERNEL:
         with torch.no_grad():
-            return in_turns(mask_rows, (rows,), checked, _BYTES_OF_NOTES)
+            call = prepare_masks(rows, filter, checked[filter])
+            if look is not None:
+                call = keep(Launched(call), name, look[0], rows, *look[1:])
+            return call(rows, checked[filter])
     if needs_grad(rows, *tensors) or not runs_here(rows, *tensors):
-        return keep(rows, **checked)
-    return in_turns(keep, (rows,), checked)
+        return keep_of(rows, **checked)
+    return in_turns(keep_of, (rows,), checked)
 
 
 def penalize(

@@ -1,5 +1,6 @@
 """Launches that judge rows: what filters keep of each, and its mass. And masks of rows, which write what is kept."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,12 +8,14 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core import launch
+from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
 from fused_softmax.ops.sampling.kernels.judged import _judge, _sum_kept, _write_kept
 from fused_softmax.ops.sampling.kernels.kept import _stretches
 from fused_softmax.ops.sampling.kernels.spec import SampleSpec
 from fused_softmax.ops.sampling.kernels.wide import _bound, _weigh
 from fused_softmax.ops.sampling.launches import (
+    READ,
     STRETCH,
     Arguments,
     Numbers,
@@ -25,41 +28,80 @@ from fused_softmax.ops.sampling.launches import (
 )
 from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
+from fused_softmax.ops.sampling.reference import Number
+
+_MOST_BYTES = 2**24  # of notes of rows that are masked at a time
+_ALIGNED = 16  # rows, after which those of any dtype and length begin on 16 bytes as the first one does
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Judged rows: what their kernels were given. record: int64, of each row; valid: bool, which can be drawn from."""
+    """Judged rows: what kernels that read them are given, tensors by the names of their parameters less `_ptr`.
 
-    spec: SampleSpec
-    plan: DrawPlan
-    record: Tensor
-    valid: Tensor
-    tensors: dict[str, Any]
-    scalars: dict[str, Any]
+    scratch: int64, the records; valid: bool, which rows can be drawn from. temperature: a number; 1 where a tensor has
+    it of each row.
+    """
+
+    tensors: dict[str, Tensor | None]
+    temperature: float
+
+    @property
+    def scratch(self) -> Tensor:
+        return self.tensors["scratch"]  # type: ignore[return-value]
+
+    @property
+    def valid(self) -> Tensor:
+        return self.tensors["valid"]  # type: ignore[return-value]
 
 
-def judge_rows(logits: Tensor, options: Sampling, of_probs: bool = False, masks: bool = False) -> Rows:
-    """The distributions that filters leave of rows of logits [n_rows, n_cols], or of probabilities.
+class Judging:
+    """Judges rows [n_rows, n_cols] of logits, or of probabilities, like those that it was prepared for.
 
     masks: whether what is kept is asked for, also of rows that have no distribution, and no mass.
     """
-    n_rows, n_cols = logits.shape
-    index, device = logits.get_device(), logits.device
-    n_draws = n_rows if options.row_indices is None else options.row_indices.shape[0]
-    plan = plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
-    spec = replace(_spec_of(plan, options, index, logits.dtype, of_probs), masks=masks)
-    record = torch.empty(n_draws * spec.scratch, dtype=torch.int64, device=device)
-    valid = torch.empty(n_draws, dtype=torch.bool, device=device)
-    read = readable(logits, options.logit_bias, options.bitmask, options.row_indices)
-    numbers = Numbers(options.temperature, options.top_k, options.top_p, options.min_p, 0, 0)
-    written = Written(record, valid=valid)
-    arguments = Arguments(read, written, numbers, n_rows, n_cols, plan)
-    if n_draws:
-        values = of_a_call(read, written, numbers)
-        for launched, wanted in _launches(plan, spec, arguments, index, options.min_p is not None):
+
+    def __init__(self, logits: Tensor, options: Sampling, of_probs: bool = False, masks: bool = False):
+        self.n_rows, n_cols = logits.shape
+        index, device = logits.get_device(), logits.device
+        self.n_draws = self.n_rows if options.row_indices is None else options.row_indices.shape[0]
+        self.plan = plan_draws(self.n_draws, n_cols, logits.element_size(), device_of(index))
+        self.spec = replace(_spec_of(self.plan, options, index, logits.dtype, of_probs), masks=masks)
+        self._empty = allocator(device)
+        read = readable(logits, options.logit_bias, options.bitmask, options.row_indices)
+        written, numbers = self._written(), _numbers(options)
+        arguments = Arguments(read, written, numbers, self.n_rows, n_cols, self.plan)
+        self.strides = arguments.strides
+        bounded = options.min_p is not None
+        self._launches = _launches(self.plan, self.spec, arguments, index, bounded) if self.n_draws else []
+
+    def __call__(self, logits: Tensor, options: Sampling) -> Rows:
+        read, written = readable(logits, options.logit_bias, options.bitmask, options.row_indices), self._written()
+        values = of_a_call(read, written, _numbers(options))
+        for launched, wanted in self._launches:
             launched(*wanted(values))
-    return Rows(spec, plan, record, valid, *arguments.of_rows)
+        return _rows_of(read, written, options)
+
+    def like(self, logits: Tensor, options: Sampling) -> Rows:
+        """Rows like those of a call, for launches that are prepared for them."""
+        read = readable(logits, options.logit_bias, options.bitmask, options.row_indices)
+        return _rows_of(read, self._written(), options)
+
+    def _written(self) -> Written:
+        record = self._empty((self.n_draws * self.spec.scratch,), (1,), torch.int64)
+        return Written(record, valid=self._empty((self.n_draws,), (1,), torch.bool))
+
+
+def _rows_of(read: tuple, written: Written, options: Sampling) -> Rows:
+    tensors: dict[str, Tensor | None] = dict(zip(READ, read, strict=True))
+    tensors |= {"scratch": written.scratch, "valid": written.valid, "temperature": None}
+    if not isinstance(options.temperature, Tensor):
+        return Rows(tensors, options.temperature)
+    tensors["temperature"] = options.temperature
+    return Rows(tensors, 1.0)
+
+
+def _numbers(options: Sampling) -> Numbers:
+    return Numbers(options.temperature, options.top_k, options.top_p, options.min_p, 0, 0)
 
 
 def _spec_of(plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, of_probs: bool) -> SampleSpec:
@@ -98,17 +140,62 @@ def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int
     return launches
 
 
-def mask_rows(logits: Tensor, **filter: Any) -> Tensor:
-    """`reference.mask_logits` by one filter, for rows that kernels take."""
-    rows = judge_rows(logits, Sampling(**filter), masks=True)
-    plan, y = rows.plan, torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if not y.numel():
+def prepare_masks(logits: Tensor, filter: str, number: Number) -> Callable[[Tensor, Number], Tensor]:
+    """What gives `reference.mask_logits` by one filter of rows like these, some at a time, and its number."""
+    (n_rows, n_cols), dtype, empty = logits.shape, logits.dtype, allocator(logits.device)
+    shape, strides = (n_rows, n_cols), (n_cols, 1)
+    turns = _turns(logits, _masking(filter, number))
+    y = empty(shape, strides, dtype)
+    masks = {
+        here.stop - here.start: _prepare_turn(logits[here], filter, _of_turn(number, here), y[here])
+        for here in (*turns[:1], *turns[-1:])
+    }
+    if len(turns) == 1:
+        mask = masks[n_rows]
+        return lambda logits, number: mask(logits, number, empty(shape, strides, dtype))
+
+    def call(logits: Tensor, number: Number) -> Tensor:
+        y = empty(shape, strides, dtype)
+        for here in turns:
+            masks[here.stop - here.start](logits[here], _of_turn(number, here), y[here])
         return y
-    (read, *_), index = readable(logits, None, None, None), logits.get_device()
-    tensors = rows.record, rows.valid, read, y
-    scalars = rows.scalars["strides"], logits.shape[0], plan.n_cols, plan.wide_parts, plan.wide_stretches
-    launch.prepare(
-        _write_kept, plan.n_draws * plan.wide_parts, tensors, scalars, {"K": rows.spec}, device=index,
+
+    return call
+
+
+def _turns(logits: Tensor, options: Sampling) -> list[slice]:
+    """The rows that are judged at a time, for notes of some 16 MiB; the last are not more than the others."""
+    n_rows, n_cols = logits.shape
+    index = logits.get_device()
+    plan = plan_draws(n_rows, n_cols, logits.element_size(), device_of(index))
+    bytes_of_row = 8 * _spec_of(plan, options, index, logits.dtype, False).scratch
+    most = max(1, _MOST_BYTES // bytes_of_row // _ALIGNED) * _ALIGNED
+    at_once = -(-n_rows // -(-n_rows // most) // _ALIGNED) * _ALIGNED if n_rows else 1
+    return [slice(begin, min(begin + at_once, n_rows)) for begin in range(0, n_rows, at_once)]
+
+
+def _masking(filter: str, number: Number) -> Sampling:
+    given: Any = {filter: number}
+    return Sampling(**given)
+
+
+def _of_turn(number: Number, here: slice) -> Number:
+    return number[here] if isinstance(number, Tensor) and number.ndim else number
+
+
+def _prepare_turn(logits: Tensor, filter: str, number: Number, y: Tensor) -> Callable[[Tensor, Number, Tensor], Tensor]:
+    judge = Judging(logits, given := _masking(filter, number), masks=True)
+    plan, rows = judge.plan, judge.like(logits, given)
+    tensors = rows.scratch, rows.valid, rows.tensors["logits"], y
+    scalars = judge.strides, logits.shape[0], plan.n_cols, plan.wide_parts, plan.wide_stretches
+    write = launch.prepare(
+        _write_kept, plan.n_draws * plan.wide_parts, tensors, scalars, {"K": judge.spec}, device=logits.get_device(),
         num_warps=plan.num_warps, plan=plan,
-    )(*tensors)  # fmt: skip
-    return y
+    ).__call__  # fmt: skip
+
+    def call(logits: Tensor, number: Number, y: Tensor) -> Tensor:
+        rows = judge(logits, _masking(filter, number))
+        write(rows.scratch, rows.valid, rows.tensors["logits"], y)
+        return y
+
+    return call

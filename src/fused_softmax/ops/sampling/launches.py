@@ -77,8 +77,8 @@ NUMBERS = Numbers._fields
 _DEFAULTS = Numbers(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
 _HALVES = "seed_low", "seed_high", "position_low", "position_high"  # of 64 bits that are numbers
 _STRIDES = "logits", "bias", "bitmask", *NUMBERS, "tokens", "kept"  # as ops/sampling/kernels/common.py has them
-_READ = "logits", "bias", "bitmask", "rows"
-_OF_A_CALL = *_READ, *Written._fields, *NUMBERS, *_HALVES  # what launches choose from
+READ = "logits", "bias", "bitmask", "rows"
+_OF_A_CALL = *READ, *Written._fields, *NUMBERS, *_HALVES  # what launches choose from
 
 
 def is_few(top_k: Any) -> bool:
@@ -120,10 +120,9 @@ class Arguments:
         self._scalars |= {name: given[name] for name in _HALVES}
 
     @property
-    def of_rows(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(tensors, scalars) by name, for kernels that read rows which others have judged."""
-        names = "scratch", "valid", "logits", "bias", "bitmask", "rows", "temperature"
-        return {name: self._tensors[name] for name in names}, self._scalars
+    def strides(self) -> tuple[int, ...]:
+        """As ops/sampling/kernels/common.py has them."""
+        return self._scalars["strides"]
 
     def _stride(self, name: str) -> int:
         """Of the first dim; 0 of what all draws share."""

@@ -211,9 +211,9 @@ def plain_call(
             return None
         of_temperature = "number" if temperature else "zero"
     if top_k.__class__ is int:
-        if not isinstance(logits, Tensor) or logits.ndim != 2:
+        if not isinstance(logits, Tensor) or not logits.ndim:
             return None
-        top_k, of_k = (top_k, "number") if 0 < top_k < logits.shape[1] else (None, None)
+        top_k, of_k = (top_k, "number") if 0 < top_k < logits.shape[-1] else (None, None)
     if top_p.__class__ in _NUMBERS:
         if not top_p > 1e-30:
             return None

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.core.calls import find, keep
 from fused_softmax.core.described import described, typed
+from fused_softmax.core.launched import Launched
 from fused_softmax.core.route import Route, route_of, runs_here
-from fused_softmax.ops.sampling import verification, verified
+from fused_softmax.ops.sampling import verification
 from fused_softmax.ops.sampling.dtensor import draws_on_shards
-from fused_softmax.ops.sampling.launches import MOST_COLUMNS
-from fused_softmax.ops.sampling.one_device import int64_of, position_of, positions_of, seed_of
+from fused_softmax.ops.sampling.launches import MOST_COLUMNS, Numbers, is_few
+from fused_softmax.ops.sampling.one_device import plain_call, position_of, seed_of, signed
 from fused_softmax.ops.sampling.options import (
     LOGITS,
     Logprobs,
@@ -27,10 +29,11 @@ from fused_softmax.ops.sampling.options import (
 from fused_softmax.ops.sampling.sample import sample
 from fused_softmax.ops.sampling.turns import in_turns
 from fused_softmax.ops.sampling.verification import SpeculativeOutput, Verify
-from fused_softmax.ops.sampling.verified import flattened, rows_of_masks
+from fused_softmax.ops.sampling.verified import Given, flattened, of_sequences, prepare_speculation, rows_of_masks
 
 _INTEGERS, _IN_WORDS = (torch.int64, torch.int32), "int64 or int32"
 _OF_ROWS = "temperature", "top_k", "top_p", "min_p"
+_MOST_LOGITS = 2**29  # whose rows kernels verify at a time, with notes of some 300 MiB
 
 
 def speculative_sample(
@@ -101,17 +104,39 @@ def speculative_sample(
     >>> speculative_sample(target, torch.tensor([[1, 1]], device="cuda"), temperature=0.0)[:2]
     (tensor([[ 1,  0, -1]], device='cuda:0'), tensor([1], device='cuda:0'))
     """
+    asked = {"order": order, "verify": verify, "return_logprobs": return_logprobs}
+    look = None
+    if not torch.compiler.is_dynamo_compiling():
+        plain = plain_call(target_logits, temperature, top_k, top_p, min_p, seed, position, generator)
+        numbered = draft_lengths.__class__ is int
+        if plain is not None and (parents is None or parents.__class__ is Tensor):
+            numbers, kinds = plain
+            lengths = None if numbered else draft_lengths
+            kind = (*asked.values(), draft_lengths if numbered else None, is_few(numbers.top_k))
+            look = (
+                kind, draft_tokens, draft_logits, draft_probs, lengths, parents, logit_bias, bitmask, *kinds,
+            )  # fmt: skip
+            call = find("speculative_sample", look[0], target_logits, *look[1:])
+            if call is not None:
+                if numbers.seed is None:
+                    numbers = numbers._replace(seed=seed_of(generator, target_logits.device))
+                with torch.no_grad():
+                    given = _given(
+                        target_logits, draft_tokens, draft_logits, draft_probs, draft_lengths, parents, logit_bias,
+                        bitmask,
+                    )  # fmt: skip
+                    return call(given, numbers)
     drafts = {
         "draft_tokens": draft_tokens, "draft_logits": draft_logits, "draft_probs": draft_probs,
         "draft_lengths": draft_lengths, "parents": parents,
     }  # fmt: skip
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     masks = {"logit_bias": logit_bias, "bitmask": bitmask}
-    asked = {"order": order, "verify": verify, "return_logprobs": return_logprobs}
-    return _speculative(target_logits, drafts, filters, masks, asked, (seed, position, generator))
+    return _speculative(target_logits, drafts, filters, masks, asked, (seed, position, generator), look)
 
 
-def _speculative(target_logits, drafts, filters, masks, asked, random):
+def _speculative(target_logits, drafts, filters, masks, asked, random, look):
+    """look: what tells a call that is kept from others, if it may be kept."""
     name, (seed, position, generator) = "speculative_sample", random
     check_logits(name, "target_logits", target_logits, "[n, k + 1, vocab]")
     n, k_and_1, _ = target_logits.shape
@@ -136,31 +161,52 @@ def _speculative(target_logits, drafts, filters, masks, asked, random):
     with torch.no_grad():
         device = target_logits.device
         position = position_of(seed, position)
-        seeds = int64_of(seed_of(generator, device) if seed is None else seed, n, device)
-        positions = positions_of(position, n, device)
-        if position is None:
-            positions = positions * k_and_1  # sequences of one seed share no position
-        lengths, parents = _of_sequences(drafts["draft_lengths"], drafts["parents"], n, device)
-        of_draft = (None, None) if k_and_1 == 1 else (drafts["draft_logits"], drafts["draft_probs"])
-        given = [each for each in (target_logits, *drafts.values(), *options.tensors) if isinstance(each, Tensor)]
-        here = runs_here(*given, seeds, positions)
-        if all(each is None for each in of_draft) and (here or torch.compiler.is_compiling()):
-            found = verification.drafts_of(drafts["draft_tokens"], lengths, parents, target_logits.shape[2])
-            return _own_tokens(target_logits, found, options, seeds, positions)
-        bias, bitmask = (
-            None if each is None else _of_rows(each, n) for each in (options.logit_bias, options.bitmask)
-        )  # fmt: skip
-        of_sequences = (
-            target_logits, drafts["draft_tokens"], *of_draft, lengths, parents, bias, bitmask, seeds, positions,
-        )  # fmt: skip
-        numbers = options.filters() | {"verify": asked["verify"], "return_logprobs": options.return_logprobs}
+        seed = seed_of(generator, device) if seed is None else signed(seed)
+        numbers = Numbers.of(options, seed, position)
+        seeds, positions = of_sequences(numbers, n, k_and_1, device)
+        given = _given(target_logits, **drafts, logit_bias=options.logit_bias, bitmask=options.bitmask)
+        read = [each for each in (*given, *options.tensors, seeds, positions) if isinstance(each, Tensor)]
+        here, told = runs_here(*read), given.draft_logits is not None or given.draft_probs is not None
+        if not told and torch.compiler.is_compiling():
+            return _own_tokens(given, options, seeds, positions)
         refused = "" if target_logits.shape[2] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
-        route = route_of(name, *given, seeds, positions, refused=refused, batches=False) if n else Route.COMPOSED
+        route = route_of(name, *read, refused=refused, batches=False) if n else Route.COMPOSED
+        masks = (None if each is None else _of_rows(each, n) for each in (given.logit_bias, given.bitmask))
+        sequences, named = (*given[:6], *masks, seeds, positions), options.filters() | asked
         if route is Route.KERNEL:
-            return SpeculativeOutput(*in_turns(verified.speculative_sample, of_sequences, numbers, 1))
+            if target_logits.numel() > _MOST_LOGITS:
+                return SpeculativeOutput(*in_turns(_in_turn, sequences, named, 1))
+            call = prepare_speculation(given, numbers, **asked)
+            if look is not None:
+                call = keep(Launched(call), name, look[0], target_logits, *look[1:])
+            return call(given, numbers)
+        if not told and here:
+            return _own_tokens(given, options, seeds, positions)
         if here:
-            return SpeculativeOutput(*in_turns(verification.speculative_sample, of_sequences, numbers))
-        return verification.speculative_sample(*of_sequences, **numbers)
+            return SpeculativeOutput(*in_turns(verification.speculative_sample, sequences, named))
+        return verification.speculative_sample(*sequences, **named)
+
+
+def _given(target_logits, draft_tokens, draft_logits, draft_probs, draft_lengths, parents, logit_bias, bitmask):
+    """A call's tensors, of lengths and parents that may be numbers, or parents of all sequences."""
+    n, k_and_1, _ = target_logits.shape
+    if draft_lengths is not None and not isinstance(draft_lengths, Tensor):
+        draft_lengths = torch.full((), draft_lengths, dtype=torch.int64, device=target_logits.device).expand(n)
+    if parents is not None:
+        if not isinstance(parents, Tensor):
+            parents = torch.tensor([int(each) for each in parents], dtype=torch.int64, device=target_logits.device)
+        parents = parents.expand(n, -1)
+    if k_and_1 == 1:
+        draft_logits = draft_probs = None  # of no draft
+    return Given(target_logits, draft_tokens, draft_logits, draft_probs, draft_lengths, parents, logit_bias, bitmask)
+
+
+def _in_turn(*tensors: Any, order: Any, verify: Any, return_logprobs: Any, **filters: Any) -> SpeculativeOutput:
+    """The kernels' tokens of some sequences."""
+    *of_given, seeds, positions = tensors
+    given, numbers = Given(*of_given), Numbers(**filters, seed=seeds, position=positions)
+    asked = {"order": order, "verify": verify, "return_logprobs": return_logprobs}
+    return prepare_speculation(given, numbers, **asked)(given, numbers)
 
 
 def _check_drafts(name, target_logits, verify, draft_tokens, draft_logits, draft_probs, draft_lengths, parents):
@@ -205,17 +251,6 @@ def _check_number(name, argument, value, least, most):
         raise ValueError(f"{name}: {argument} must be in [{least}, {most}], got {value}")
 
 
-def _of_sequences(lengths: Any, parents: Any, n: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Lengths [n] and parents [n, k] as tensors."""
-    if lengths is not None and not isinstance(lengths, Tensor):
-        lengths = torch.full((), lengths, dtype=torch.int64, device=device).expand(n)
-    if parents is not None:
-        if not isinstance(parents, Tensor):
-            parents = torch.tensor([int(each) for each in parents], dtype=torch.int64, device=device)
-        parents = parents.expand(n, -1)
-    return lengths, parents
-
-
 def _of_rows(given: Tensor, n: int) -> Tensor:
     """What is given of columns, of sequences or of rows, as [n, 1 or k + 1, ...]."""
     if given.ndim == 3:
@@ -223,17 +258,18 @@ def _of_rows(given: Tensor, n: int) -> Tensor:
     return (given.expand(n, -1) if given.ndim == 1 else given)[:, None]
 
 
-def _own_tokens(target_logits, drafts, options, seeds, positions):
+def _own_tokens(given, options, seeds, positions):
     """The drafts that are the tokens that `sample` draws of all rows."""
-    n, k_and_1, _ = target_logits.shape
-    given: dict[str, Any] = {
+    n, k_and_1, n_cols = given.target_logits.shape
+    drafts = verification.drafts_of(given.draft_tokens, given.lengths, given.parents, n_cols)
+    named: dict[str, Any] = {
         name: verification.of_rows(getattr(options, name), n, k_and_1) for name in _OF_ROWS
     }  # fmt: skip
     for name in ("logit_bias", "bitmask"):
-        given[name] = rows_of_masks(getattr(options, name), n, k_and_1)
-    logits, given["row_indices"] = flattened(target_logits)
+        named[name] = rows_of_masks(getattr(options, name), n, k_and_1)
+    logits, named["row_indices"] = flattened(given.target_logits)
     drawn = sample(
-        logits.detach(), **given, order=options.order, seed=seeds[:, None].expand(n, k_and_1).flatten(),
+        logits.detach(), **named, order=options.order, seed=seeds[:, None].expand(n, k_and_1).flatten(),
         position=(positions[:, None] + drafts.depth).flatten(), return_logprobs=options.return_logprobs,
     )  # fmt: skip
     own, valid = (each.unflatten(0, (n, k_and_1)) for each in drawn[:2])

@@ -1,94 +1,259 @@
-"""Launches by which drafts are verified: rows of target and draft are judged, and then followed and drawn from."""
+"""Launches by which drafts are verified: rows of target and draft are judged, and then followed and drawn from.
 
+Of drafts whose distribution is not told, the target's rows are drawn from as `sample` does, and the drafts that are
+these tokens are traced.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_softmax.core import launch
+from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
 from fused_softmax.core.runner import has_ptx
-from fused_softmax.ops.sampling.judged import Rows, judge_rows
-from fused_softmax.ops.sampling.kernels.spec import VerifySpec
+from fused_softmax.ops.sampling.judged import Judging, Rows
+from fused_softmax.ops.sampling.kernels.spec import TraceSpec, VerifySpec
+from fused_softmax.ops.sampling.kernels.traced import _place, _trace
 from fused_softmax.ops.sampling.kernels.verified import _climb, _draw_left, _follow, _report_tokens, _settle, _sum_left
+from fused_softmax.ops.sampling.launches import Numbers
+from fused_softmax.ops.sampling.one_device import int64_of, prepared_of
 from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
-from fused_softmax.ops.sampling.reference import Number
-from fused_softmax.ops.sampling.verification import SpeculativeOutput, Verify, of_rows
+from fused_softmax.ops.sampling.verification import SpeculativeOutput, of_rows
 
 _NUMBERS = 8  # int64 of a sequence: ops/sampling/kernels/verified.py
+_FILTERS = "temperature", "top_k", "top_p", "min_p"
 _CLIMB_WARPS = 8  # of the program that follows a tree, and reads rows alone
 
 
-def verify_drafts(
-    target: Rows, draft: Rows, draft_tokens: Tensor, lengths: Tensor | None, parents: Tensor | None, seed: Tensor,
-    position: Tensor, verify: Verify, reported: Rows | None = None,
-) -> SpeculativeOutput:  # fmt: skip
-    """The output for judged rows [n * (k + 1)] of the target and [n * k] of what was drafted.
-
-    reported: rows of the target, judged as log-probabilities are asked for.
+class Given(NamedTuple):
+    """A call's tensors: target_logits [n, k + 1, n_cols], draft_tokens [n, k], draft_logits or draft_probs as the
+    target's, lengths [n], parents [n, k], and logit_bias and bitmask of columns, of sequences or of rows.
     """
-    (n, k), device, index = draft_tokens.shape, draft_tokens.device, draft_tokens.get_device()
-    plan, n_rows = target.plan, k + 1
-    spec = VerifySpec(
-        target=target.spec, draft=draft.spec, rows=n_rows, stretches=plan.stretches, block=verify == "block",
-        ptx=has_ptx(index),
-    )  # fmt: skip
-    empty = lambda *shape, dtype=torch.int64: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-    given = {
-        "drafts": draft_tokens, "lengths": lengths, "parents": parents, "seed": seed, "position": position,
-        "tokens": empty(n, n_rows), "nodes": empty(n, k), "numbers": empty(n, _NUMBERS),
-        "scales": empty(n, spec.scales, dtype=torch.float32), "lefts": empty(n, spec.most),
-        **target.tensors, **{f"draft_{name}": each for name, each in draft.tensors.items()},
-    }  # fmt: skip
-    strides = (
-        seed.stride(0), position.stride(0), *draft_tokens.stride(), 0 if lengths is None else lengths.stride(0),
-        *((0, 0) if parents is None else parents.stride()),
-    )  # fmt: skip
-    scalars = {
-        "strides": target.scalars["strides"], "draft_strides": draft.scalars["strides"], "sequence_strides": strides,
-        "target_rows": target.scalars["n_rows"], "draft_rows": draft.scalars["n_rows"], "n_cols": plan.n_cols,
-        "temperature": target.scalars["temperature"],
-    }  # fmt: skip
 
-    def run(kernel: Any, programs: int, spec: VerifySpec, num_warps: int, **parts: int) -> None:
+    target_logits: Tensor
+    draft_tokens: Tensor
+    draft_logits: Tensor | None
+    draft_probs: Tensor | None
+    lengths: Tensor | None
+    parents: Tensor | None
+    logit_bias: Tensor | None
+    bitmask: Tensor | None
+
+
+Speculation = Callable[[Given, Numbers], SpeculativeOutput]
+
+
+def prepare_speculation(
+    given: Given, numbers: Numbers, *, order: Any = "sequential", verify: str = "chain", return_logprobs: Any = None
+) -> Speculation:  # fmt: skip
+    """What verifies the drafts of calls like this one, of which there are some, whose arguments were checked.
+
+    numbers: temperature, top_k, top_p and min_p are numbers or tensors [], [n] or [n, k + 1]; seed and position numbers
+    or tensors [] or [n]; a position of None is i * (k + 1) for sequence i.
+    """
+    if given.draft_logits is None and given.draft_probs is None:
+        return _prepare_tracing(given, numbers, order, return_logprobs)
+    judges = _Judges(given, numbers, order, return_logprobs)
+    follow = _Following(given, numbers, judges, verify)
+    return lambda given, numbers: follow(given, numbers, judges(given, numbers))
+
+
+class _Judged(NamedTuple):
+    """Rows of the target, of drafts, and of the target as its log-probabilities are asked for."""
+
+    target: Rows
+    drafts: Rows
+    reported: Rows | None
+
+
+class _Judges:
+    """Judges the rows of a call."""
+
+    def __init__(self, given: Given, numbers: Numbers, order: Any, return_logprobs: Any):
+        self._order, self._return_logprobs = order, return_logprobs
+        self.target = Judging(*_rows_of_target(given, numbers, order))
+        of_probs = given.draft_probs is not None
+        self.drafts = Judging(*_rows_of_drafts(given, numbers, order), of_probs=of_probs)
+        self.raw = Judging(*_raw_rows(given)) if return_logprobs == "raw" else None
+
+    @property
+    def reports(self) -> Judging | None:
+        return self.target if self._return_logprobs == "processed" else self.raw
+
+    def __call__(self, given: Given, numbers: Numbers, only_like: bool = False) -> _Judged:
+        """only_like: rows like those of a call, for launches that are prepared for them."""
+        of = lambda judge: judge.like if only_like else judge  # noqa: E731
+        target = of(self.target)(*_rows_of_target(given, numbers, self._order))
+        drafts = of(self.drafts)(*_rows_of_drafts(given, numbers, self._order))
+        if self.raw is not None:
+            return _Judged(target, drafts, of(self.raw)(*_raw_rows(given)))
+        return _Judged(target, drafts, None if self.reports is None else target)
+
+
+class _Kernel:
+    """A kernel's launch for others like these tensors and scalars, which have the names of its parameters."""
+
+    def __init__(
+        self, kernel: Any, programs: int, spec: Any, num_warps: int, like: dict[str, Any], index: int, plan: Any = None
+    ):  # fmt: skip
         names = [name for name in kernel.arg_names if name != "K"]
-        tensors = [given[name.removesuffix("_ptr")] for name in names if name.endswith("_ptr")]
-        values = [(scalars | parts)[name] for name in names if not name.endswith("_ptr")]
+        tensors = [name for name in names if name.endswith("_ptr")]
+        scalars = [name for name in names if not name.endswith("_ptr")]
+        anew = [name for name in scalars if name == "temperature"]
         launched = launch.prepare(
-            kernel, programs, tensors, values, {"K": spec}, device=index, num_warps=num_warps, plan=plan
-        )
-        launched(*(each for each in tensors if each is not None))
+            kernel, programs, [like[name] for name in tensors], [like[name] for name in scalars], {"K": spec},
+            device=index, num_warps=num_warps, numbers=tuple(map(scalars.index, anew)), plan=plan,
+        )  # fmt: skip
+        self._launch: Callable[..., None] = launched.__call__
+        self._given = [name for name in tensors if like[name] is not None] + anew
 
-    if verify == "tree":
-        warps = min(_CLIMB_WARPS, plan.all_stretches)
-        run(_climb, n, replace(spec, stretches=warps), warps)
-    else:
-        run(_follow, n, spec, 1)
-        if verify == "block":
-            if k > 1:
-                cut = _cut(plan, n * (k - 1), index)
-                run(_sum_left, n * (k - 1) * cut["n_parts"], spec, plan.num_warps, **cut)
-            run(_settle, n, spec, 1)
-    cut = _cut(plan, n, index)
-    run(_draw_left, n * cut["n_parts"], spec, plan.num_warps, **cut)
-    if verify != "tree":
-        given["nodes"] = None
-    logprobs = None
-    if reported is not None:
-        logprobs = given["logprobs"] = empty(n, n_rows, dtype=torch.float32)
-        given |= reported.tensors
-        scalars |= {"strides": reported.scalars["strides"], "temperature": reported.scalars["temperature"]}
-        run(_report_tokens, n, replace(spec, target=reported.spec), 1)
-    numbers = given["numbers"]
-    return SpeculativeOutput(given["tokens"], numbers[:, 1].clone(), numbers[:, 2] > 0, logprobs, given["nodes"])
+    def __call__(self, given: dict[str, Any]) -> None:
+        self._launch(*[given[name] for name in self._given])
+
+
+class _Following:
+    """Follows the drafts of judged rows, and draws what comes after them."""
+
+    def __init__(self, given: Given, numbers: Numbers, judges: _Judges, verify: str):
+        target, draft, reports = judges.target, judges.drafts, judges.reports
+        (n, k), index = given.draft_tokens.shape, given.draft_tokens.get_device()
+        plan, self._shape, self._empty = target.plan, (n, k + 1), allocator(given.draft_tokens.device)
+        self._spec = spec = VerifySpec(
+            target=target.spec, draft=draft.spec, rows=k + 1, stretches=plan.stretches, block=verify == "block",
+            ptx=has_ptx(index),
+        )  # fmt: skip
+        self._tree, self._reports = verify == "tree", reports is not None
+        seed, position = of_sequences(numbers, n, k + 1, given.draft_tokens.device)
+        scalars = {
+            "strides": target.strides, "draft_strides": draft.strides, "target_rows": target.n_rows,
+            "draft_rows": draft.n_rows, "n_cols": plan.n_cols, "sequence_strides": _strides(given, seed, position),
+        }  # fmt: skip
+        judged = judges(given, numbers, only_like=True)
+        like = scalars | self._of_a_call(given, numbers, judged)
+        kernels: list[_Kernel] = []
+
+        def add(kernel: Any, programs: int, spec: VerifySpec, num_warps: int, **changed: Any) -> None:
+            kernels.append(_Kernel(kernel, programs, spec, num_warps, like | changed, index, plan))
+
+        if self._tree:
+            warps = min(_CLIMB_WARPS, plan.all_stretches)
+            add(_climb, n, replace(spec, stretches=warps), warps)
+        else:
+            add(_follow, n, spec, 1)
+            if spec.block:
+                if k > 1:
+                    cut = _cut(plan, n * (k - 1), index)
+                    add(_sum_left, n * (k - 1) * cut["n_parts"], spec, plan.num_warps, **cut)
+                add(_settle, n, spec, 1)
+        cut = _cut(plan, n, index)
+        add(_draw_left, n * cut["n_parts"], spec, plan.num_warps, **cut)
+        self._kernels, self._report = kernels, None
+        if reports is not None and judged.reported is not None:
+            of_reported = _of_rows(judged.reported) | {"strides": reports.strides, "target_rows": reports.n_rows}
+            of_nodes = {} if self._tree else {"nodes_ptr": None}
+            spec = replace(spec, target=reports.spec)
+            self._report = _Kernel(_report_tokens, n, spec, 1, like | of_reported | of_nodes, index, plan)
+
+    def __call__(self, given: Given, numbers: Numbers, judged: _Judged) -> SpeculativeOutput:
+        its = self._of_a_call(given, numbers, judged)
+        for kernel in self._kernels:
+            kernel(its)
+        if self._report is not None and judged.reported is not None:
+            self._report(its | _of_rows(judged.reported))
+        of_sequences = its["numbers_ptr"]
+        return SpeculativeOutput(
+            its["tokens_ptr"], of_sequences[:, 1].clone(), of_sequences[:, 2] > 0, its["logprobs_ptr"],
+            its["nodes_ptr"] if self._tree else None,
+        )  # fmt: skip
+
+    def _of_a_call(self, given: Given, numbers: Numbers, judged: _Judged) -> dict[str, Any]:
+        (n, n_rows), spec = self._shape, self._spec
+        seed, position = of_sequences(numbers, n, n_rows, given.draft_tokens.device)
+        new = lambda size, dtype=torch.int64: self._empty((n, size), (size, 1), dtype)  # noqa: E731
+        return {
+            "drafts_ptr": given.draft_tokens, "lengths_ptr": given.lengths, "parents_ptr": given.parents,
+            "seed_ptr": seed, "position_ptr": position, "tokens_ptr": new(n_rows),
+            "nodes_ptr": new(n_rows - 1), "numbers_ptr": new(_NUMBERS), "scales_ptr": new(spec.scales, torch.float32),
+            "lefts_ptr": new(spec.most), "logprobs_ptr": new(n_rows, torch.float32) if self._reports else None,
+            **_of_rows(judged.target), **_of_rows(judged.drafts, "draft_"),
+        }  # fmt: skip
+
+
+def _of_rows(rows: Rows, prefix: str = "") -> dict[str, Any]:
+    """Judged rows by the names of parameters. Probabilities are not tempered, and drafts as the target else."""
+    tensors: dict[str, Any] = {f"{prefix}{name}_ptr": each for name, each in rows.tensors.items()}
+    return tensors if prefix else tensors | {"temperature": rows.temperature}
+
+
+def of_sequences(numbers: Numbers, n: int, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Seeds and first positions [n]."""
+    seed, position = int64_of(numbers.seed, n, device), numbers.position
+    if position is None:
+        return seed, torch.arange(0, n * n_rows, n_rows, device=device)
+    return seed, int64_of(position, n, device)
+
+
+def _strides(given: Given, seed: Tensor, position: Tensor) -> tuple[int, ...]:
+    """As ops/sampling/kernels/verified.py has them."""
+    return (
+        seed.stride(0), position.stride(0), *given.draft_tokens.stride(),
+        0 if given.lengths is None else given.lengths.stride(0),
+        *((0, 0) if given.parents is None else given.parents.stride()),
+    )  # fmt: skip
 
 
 def _cut(plan: DrawPlan, n: int, index: int) -> dict[str, int]:
     """How n rows are cut among programs."""
     own = plan_draws(n, plan.n_cols, 2, device_of(index))
     return {"n_parts": own.parts, "part_stretches": own.part_stretches}
+
+
+def _prepare_tracing(given: Given, numbers: Numbers, order: Any, return_logprobs: Any) -> Speculation:
+    (n, n_rows, n_cols), device = given.target_logits.shape, given.target_logits.device
+    index, empty, spec = given.target_logits.get_device(), allocator(device), TraceSpec(rows=n_rows)
+
+    def of_draws(given: Given, numbers: Numbers) -> tuple[Tensor, Sampling]:
+        logits, options = _rows_of_target(given, numbers, order)
+        return logits, replace(options, return_logprobs=return_logprobs)
+
+    def of_a_call(given: Given, numbers: Numbers) -> dict[str, Any]:
+        seed, position = of_sequences(numbers, n, n_rows, device)
+        new = lambda *shape, dtype=torch.int64: empty(shape, (*shape[1:], 1), dtype)  # noqa: E731
+        return {
+            "drafts_ptr": given.draft_tokens, "lengths_ptr": given.lengths, "parents_ptr": given.parents,
+            "seed_ptr": seed, "position_ptr": position, "seeds_ptr": new(n * n_rows), "positions_ptr": new(n * n_rows),
+            "tokens_ptr": new(n, n_rows), "n_accepted_ptr": new(n), "valid_ptr": new(n, dtype=torch.bool),
+            "nodes_ptr": None if given.parents is None else new(n, n_rows - 1),
+            "logprobs_ptr": None if return_logprobs is None else new(n, n_rows, dtype=torch.float32),
+        }  # fmt: skip
+
+    its = of_a_call(given, numbers)
+    logits, options = of_draws(given, numbers)
+    draw = prepared_of(logits, options, its["seeds_ptr"], its["positions_ptr"], None)
+    like = its | {"strides": _strides(given, its["seed_ptr"], its["position_ptr"]), "n_cols": n_cols}
+    like |= {
+        "own_ptr": its["seeds_ptr"], "own_valid_ptr": empty((n * n_rows,), (1,), torch.bool),
+        "own_logprobs_ptr": its["logprobs_ptr"],
+    }  # fmt: skip
+    place, trace = _Kernel(_place, n, spec, 1, like, index), _Kernel(_trace, n, spec, 1, like, index)
+    del its, like, logits, options  # nothing of this call stays with the one that is kept
+
+    def speculate(given: Given, numbers: Numbers) -> SpeculativeOutput:
+        its = of_a_call(given, numbers)
+        place(its)
+        logits, options = of_draws(given, numbers)
+        of_draw = Numbers.of(options, its["seeds_ptr"], its["positions_ptr"])
+        drawn = draw(logits, of_draw, options.logit_bias, options.bitmask, options.row_indices, None)
+        trace(its | {"own_ptr": drawn.tokens, "own_valid_ptr": drawn.valid, "own_logprobs_ptr": drawn.logprobs})
+        names = "tokens_ptr", "n_accepted_ptr", "valid_ptr", "logprobs_ptr", "nodes_ptr"
+        return SpeculativeOutput(*(its[name] for name in names))
+
+    return speculate
 
 
 def flattened(logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -110,38 +275,25 @@ def rows_of_masks(mask: Tensor | None, n: int, n_rows: int) -> Tensor | None:
     return (mask[:, None] if mask.ndim == 2 else mask).expand(n, n_rows, -1).flatten(0, 1)
 
 
-def speculative_sample(
-    target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, draft_probs: Tensor | None,
-    draft_lengths: Tensor | None, parents: Tensor | None, logit_bias: Tensor | None, bitmask: Tensor | None,
-    seed: Tensor, position: Tensor, temperature: Number = 1.0, top_k: Number | None = None,
-    top_p: Number | None = None, min_p: Number | None = None, *, order: Any = "sequential", verify: Verify = "chain",
-    return_logprobs: str | None = None,
-) -> SpeculativeOutput:  # fmt: skip
-    """As `verification.speculative_sample`, of drafts with a distribution."""
-    n, n_rows, _ = target_logits.shape
-    logits, rows = flattened(target_logits)
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    of_target: Any = {name: of_rows(each, n, n_rows) for name, each in given.items()}
-    bias, bits = rows_of_masks(logit_bias, n, n_rows), rows_of_masks(bitmask, n, n_rows)
-    target = judge_rows(
-        logits, Sampling(**of_target, order=order, logit_bias=bias, bitmask=bits, row_indices=rows)
-    )  # fmt: skip
-    if draft_probs is None:
-        assert draft_logits is not None
-        logits, rows = flattened(draft_logits)
-        of_draft: Any = {name: of_rows(each, n, n_rows, n_rows - 1) for name, each in given.items()}
-        draft = judge_rows(logits, Sampling(**of_draft, order=order, row_indices=rows))
-    else:
-        logits, rows = flattened(draft_probs)
-        draft = judge_rows(logits, Sampling(row_indices=rows), of_probs=True)
-    reported = target if return_logprobs == "processed" else None
-    if return_logprobs == "raw":
-        reported = judge_rows(*_raw_rows(target_logits))
-    return verify_drafts(
-        target, draft, draft_tokens, draft_lengths, parents, seed, position, verify, reported
-    )  # fmt: skip
+def _rows_of_target(given: Given, numbers: Numbers, order: Any) -> tuple[Tensor, Sampling]:
+    n, n_rows, _ = given.target_logits.shape
+    logits, rows = flattened(given.target_logits)
+    own: Any = {name: of_rows(getattr(numbers, name), n, n_rows) for name in _FILTERS}
+    bias, bits = (rows_of_masks(each, n, n_rows) for each in (given.logit_bias, given.bitmask))
+    return logits, Sampling(**own, order=order, logit_bias=bias, bitmask=bits, row_indices=rows)
 
 
-def _raw_rows(target_logits: Tensor) -> tuple[Tensor, Sampling]:
-    logits, rows = flattened(target_logits)
+def _rows_of_drafts(given: Given, numbers: Numbers, order: Any) -> tuple[Tensor, Sampling]:
+    n, n_rows, _ = given.target_logits.shape
+    if given.draft_probs is not None:
+        logits, rows = flattened(given.draft_probs)
+        return logits, Sampling(row_indices=rows)
+    assert given.draft_logits is not None
+    logits, rows = flattened(given.draft_logits)
+    own: Any = {name: of_rows(getattr(numbers, name), n, n_rows, n_rows - 1) for name in _FILTERS}
+    return logits, Sampling(**own, order=order, row_indices=rows)
+
+
+def _raw_rows(given: Given) -> tuple[Tensor, Sampling]:
+    logits, rows = flattened(given.target_logits)
     return logits, Sampling(row_indices=rows)

@@ -366,7 +366,8 @@ def bounds_of_code(code):
     """All that lies from a code on; -inf never does."""
     order = (code >> COLUMN_BITS).to(tl.int32)
     col = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
-    return Bounds(tl.maximum(value_of(order), -GREATEST), tl.maximum(value_of(order + 1), -GREATEST), col)
+    above = tl.maximum(value_of(order + 1), -GREATEST, propagate_nan=tl.PropagateNan.ALL)  # above inf is nothing
+    return Bounds(tl.maximum(value_of(order), -GREATEST), above, col)
 
 
 @triton.jit

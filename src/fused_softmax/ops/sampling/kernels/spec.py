@@ -153,6 +153,20 @@ class VerifySpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceSpec:
+    """Of drafts whose distribution is not told: `rows` of the target for each sequence.
+
+    most: a power of two, at least `rows`.
+    """
+
+    rows: int
+
+    @property
+    def most(self) -> int:
+        return max(2, 1 << (self.rows - 1).bit_length())
+
+
+@dataclass(frozen=True, kw_only=True)
 class PenaltySpec:
     """Of penalties: a program has `slice` columns of a row, and reads `tile` of its ids at a time.
 
