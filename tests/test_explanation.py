@@ -119,22 +119,14 @@ def test_plans_of_decoding_and_of_streams(device, q):
     assert explained[0].kernels == ["_decode"]
 
 
-@pytest.mark.parametrize("function", ["speculative_sample", "top_p_renorm_probs"])
-def test_what_has_no_kernels_says_so(function, x):
-    arguments = {
-        "speculative_sample": (x.view(2, 3, 40), torch.ones(2, 2, dtype=torch.int64, device=x.device)),
-        "top_p_renorm_probs": (x.softmax(-1), 0.5),
-    }
+def test_what_has_no_kernels_says_so(x):
     with explain() as explained:
-        getattr(fused_softmax, function)(*arguments[function])
-    record, *within = explained
+        fused_softmax.top_p_renorm_probs(x.softmax(-1), 0.5)
+    (record,) = explained
     reason = "there are no kernels for it"
-    if function == "speculative_sample":
-        reason = "sample draws, as drafts have no distribution"
-    assert (record.function, record.route, record.reason, record.kernels) == (function, "composed", reason, [])
-    drawn = ["sample"] if function == "speculative_sample" else []  # of all rows
-    assert [each.function for each in within] == drawn
-    assert all(each.route == "kernel" for each in within)
+    assert (record.function, record.route, record.reason, record.kernels) == (
+        "top_p_renorm_probs", "composed", reason, [],
+    )  # fmt: skip
 
 
 def test_drafts_and_masks_have_kernels(x):
@@ -143,11 +135,13 @@ def test_drafts_and_masks_have_kernels(x):
         fused_softmax.top_k_mask_logits(x, 1)
         fused_softmax.top_p_mask_logits(x.clone().requires_grad_(), 0.5)
         fused_softmax.speculative_sample(x.view(2, 3, 40), drafts, x.view(2, 3, 40)[:, :2], 0.5)
-    masked, by_torch, verified = explained
+        fused_softmax.speculative_sample(x.view(2, 3, 40), drafts)
+    masked, by_torch, verified, traced = explained
     assert (masked.route, masked.kernels) == ("kernel", ["_stretches", "_judge", "_write_kept"])
     assert (by_torch.route, by_torch.reason) == ("composed", "a gradient is wanted, which torch's operations have")
     assert (verified.function, verified.route) == ("speculative_sample", "kernel")
     assert verified.kernels == [*["_stretches", "_judge"] * 2, "_follow", "_draw_left"]
+    assert (traced.route, traced.kernels) == ("kernel", ["_place", "_draw", "_trace"])
 
 
 def test_penalties_are_a_kernel_and_with_a_gradient_torchs(x):

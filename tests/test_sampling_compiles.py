@@ -7,8 +7,8 @@ import torch
 from launches import GPUS, specialised
 
 from fused_softmax.ops.sampling import calls as sample_reports
+from fused_softmax.ops.sampling import judged, penalties, verified
 from fused_softmax.ops.sampling import launches as sample_calls
-from fused_softmax.ops.sampling import penalties
 from fused_softmax.ops.sampling.options import Sampling
 
 pytestmark = pytest.mark.compiles
@@ -58,6 +58,57 @@ def test_registers_and_accesses_of_draws(call, dtype):
             assert binary.registers <= most[name], name
             assert binary.spilled_bytes <= SPILLED.get(name, 0), name
             assert name == "_bound" or max(binary.load_widths) == 16, name
+
+
+VERIFIED = {
+    "chain": ({}, {"_judge": 128, "_follow": 64, "_draw_left": 128}),
+    "chain, top-p": ({"top_p": 0.9}, {"_judge": 192, "_weigh": 80, "_bound": 128, "_sum_kept": 96, "_draw_left": 128}),
+    "block": ({"verify": "block"}, {"_follow": 64, "_sum_left": 128, "_settle": 64, "_draw_left": 128}),
+    "tree": ({"verify": "tree"}, {"_judge": 128, "_climb": 255, "_draw_left": 128}),
+    "told chain": ({"told": True}, {"_place": 64, "_trace": 64}),
+    "told tree": ({"told": True, "verify": "tree"}, {"_place": 64, "_trace": 96}),
+    "mask": ({"mask": True}, {"_stretches": 64, "_judge": 192, "_write_kept": 80}),
+}
+
+
+def compiled_of_drafts(target, dtype, top_p=None, verify="chain", told=False, mask=False):
+    """Each kernel that a call launches, by name: of drafts, or of a mask."""
+    found = {}
+
+    def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), **rest):
+        found[kernel.__name__] = specialised(kernel, tensors, scalars, constexprs, rest)
+        return mock.Mock()
+
+    n, k, n_cols, seed = 64, 4, 128256, torch.zeros(64, dtype=torch.int64)
+    target_logits, drafted = torch.empty(n, k + 1, n_cols, dtype=dtype), torch.empty(n, k, n_cols, dtype=dtype)
+    parents = torch.zeros(n, k, dtype=torch.int64) if verify == "tree" else None
+    tokens = torch.zeros(n, k, dtype=torch.int64)
+    given = verified.Given(target_logits, tokens, None if told else drafted, None, None, parents, None, None)
+    with (
+        mock.patch.object(sample_calls.launch, "prepare", prepare),
+        mock.patch.multiple(sample_calls, device_of=lambda _: GPUS[target], has_ptx=lambda _: target != "gfx942"),
+        mock.patch.object(sample_reports, "device_of", lambda _: GPUS[target]),
+        mock.patch.object(judged, "device_of", lambda _: GPUS[target]),
+        mock.patch.multiple(verified, device_of=lambda _: GPUS[target], has_ptx=lambda _: target != "gfx942"),
+    ):
+        if mask:
+            judged.prepare_masks(drafted[:, 0], "top_p", 0.9)
+        else:
+            numbers = sample_calls.Numbers(0.8, None, top_p, None, seed, seed)
+            verified.prepare_speculation(given, numbers, verify=verify)
+    return {name: launch.compile(target) for name, launch in found.items()}
+
+
+@pytest.mark.parametrize("call", VERIFIED)
+def test_registers_of_verification(call):
+    given, most = VERIFIED[call]
+    found = compiled_of_drafts("sm_90", torch.bfloat16, **given)
+    assert most.keys() <= found.keys()
+    for name, binary in found.items():
+        assert binary.registers <= most.get(name, 255), name
+        assert binary.spilled_bytes <= {"_judge": 16, **SPILLED}.get(name, 0), name
+        if name in ("_draw_left", "_sum_left", "_sum_kept", "_write_kept"):
+            assert max(binary.load_widths) == 16, name
 
 
 IDS = torch.zeros(256, 1000, dtype=torch.int64)

@@ -38,10 +38,12 @@ def both(target, tokens, draft_logits, draft_probs, given, options):
     assert {each.route for each in explained if each.function == "speculative_sample"} == {"kernel"}
     parents = given.get("parents")
     parents = None if parents is None else torch.as_tensor(parents, device=device).expand(n, -1)
+    lengths = given.get("draft_lengths")
+    lengths = None if lengths is None else torch.as_tensor(lengths, device=device).expand(n)
     masks = [given.get(name) for name in ("logit_bias", "bitmask")]
     masks = [None if each is None else each if each.ndim == 3 else each.expand(n, -1)[:, None] for each in masks]
     wanted = verification.speculative_sample(
-        target, tokens, draft_logits, draft_probs, given.get("draft_lengths"), parents, *masks, random["seed"],
+        target, tokens, draft_logits, draft_probs, lengths, parents, *masks, random["seed"],
         random["position"], verify=given["verify"], return_logprobs=given.get("return_logprobs"), **options,
     )  # fmt: skip
     return ours, wanted
@@ -146,6 +148,34 @@ def test_slices_are_read_where_they_lie(device):
     for target in (wide[:, -k - 1 :], wide[:, :: 9 // (k + 1)][:, : k + 1], wide.mT.contiguous().mT[:, : k + 1]):
         ours, wanted = both(target, tokens[:, :k], draft[:, 1 : k + 1], None, given, {})
         same(ours, wanted)
+
+
+PARENTS_OF = {
+    "tree": [[-1, -1, 0, 1], [-1, 0, 1, 2], [-1, 3, 0, 0], [-1, -1, -1, -1], [-2, 0, 1, 0], [-1, 0, 0, 1]],
+    "one tree": [-1, -1, 0, 0],
+}
+
+
+@pairwise(("verify", "lengths"), ("verify", "logprobs"), ("lengths", "options"))
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("logprobs", [None, "raw", "processed"])
+@pytest.mark.parametrize("lengths", [None, 2, "of sequences"])
+@pytest.mark.parametrize("verify", ["chain", "block", "tree", "one tree"])
+def test_told_drafts_are_traced_as_by_torch(verify, lengths, logprobs, options, device):
+    """Also of drafts that are none, lengths and parents out of range, and rows that cannot be drawn from."""
+    n, k = 6, 4
+    target, _, tokens = rows_of(n, k, 40, torch.float32, device, seed=3)
+    target[:, :, 7] += 8.0  # so that drafts are accepted often
+    tokens = torch.where(torch.rand(n, k, generator=torch.Generator().manual_seed(2)).to(device) < 0.8, 7, tokens)
+    tokens[1, 2], tokens[2, 0], target[3, 1] = -1, 40, math.nan
+    given = {"verify": verify.removeprefix("one "), "return_logprobs": logprobs}
+    if verify in PARENTS_OF:
+        given["parents"] = torch.tensor(PARENTS_OF[verify], device=device)
+    if lengths is not None:
+        given["draft_lengths"] = lengths if lengths == 2 else torch.tensor([4, 3, 5, 2, 0, -1], device=device)
+    ours, wanted = both(target, tokens, None, None, given, options)
+    same(ours, wanted)
+    assert wanted.n_accepted.max() > 0
 
 
 MASKS = [

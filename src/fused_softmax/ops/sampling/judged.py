@@ -10,6 +10,7 @@ from torch import Tensor
 from fused_softmax.core import launch
 from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
+from fused_softmax.core.runner import overlapping, overlaps
 from fused_softmax.ops.sampling.kernels.judged import _judge, _sum_kept, _write_kept
 from fused_softmax.ops.sampling.kernels.kept import _stretches
 from fused_softmax.ops.sampling.kernels.spec import SampleSpec
@@ -121,22 +122,22 @@ def _spec_of(plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, 
 
 def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int, bounded: bool) -> list:
     n_parts, n_wide = -(-plan.n_cols // (STRETCH * plan.stretches)), plan.n_draws * plan.wide_parts
-    cut = plan.wide_parts, plan.wide_stretches
+    cut, follows = (plan.wide_parts, plan.wide_stretches), overlaps(index)
+    spec = replace(spec, leads=follows)
     capped: dict[str, Any] = {"maxnreg": registers_of_choosing()} if spec.wide and spec.ptx else {}
+    of_judging = replace(spec, stretches=plan.kept_warps)
     launches = [
         arguments.prepare(_stretches, plan.n_draws * n_parts, spec, index, plan.num_warps),
-        arguments.prepare(
-            _judge, plan.n_draws, replace(spec, stretches=plan.kept_warps), index, plan.kept_warps, **capped
-        ),
+        arguments.prepare(_judge, plan.n_draws, of_judging, index, plan.kept_warps, follows=follows, **capped),
     ]
     if spec.wide:
         of_bound = replace(spec, stretches=plan.bound_warps)
         launches += [
-            arguments.prepare(_weigh, n_wide, spec, index, plan.num_warps, *cut),
-            arguments.prepare(_bound, plan.n_draws, of_bound, index, plan.bound_warps),
+            arguments.prepare(_weigh, n_wide, spec, index, plan.num_warps, *cut, follows),
+            arguments.prepare(_bound, plan.n_draws, of_bound, index, plan.bound_warps, follows=follows),
         ]
     if not spec.masks and (spec.wide or (bounded and not spec.ranked)):
-        launches.append(arguments.prepare(_sum_kept, n_wide, spec, index, plan.num_warps, *cut))
+        launches.append(arguments.prepare(_sum_kept, n_wide, spec, index, plan.num_warps, *cut, follows))
     return launches
 
 
@@ -188,9 +189,10 @@ def _prepare_turn(logits: Tensor, filter: str, number: Number, y: Tensor) -> Cal
     plan, rows = judge.plan, judge.like(logits, given)
     tensors = rows.scratch, rows.valid, rows.tensors["logits"], y
     scalars = judge.strides, logits.shape[0], plan.n_cols, plan.wide_parts, plan.wide_stretches
+    index, follows = logits.get_device(), overlaps(logits.get_device())
     write = launch.prepare(
-        _write_kept, plan.n_draws * plan.wide_parts, tensors, scalars, {"K": judge.spec}, device=logits.get_device(),
-        num_warps=plan.num_warps, plan=plan,
+        _write_kept, plan.n_draws * plan.wide_parts, tensors, scalars, {"K": replace(judge.spec, follows=follows)},
+        device=index, num_warps=plan.num_warps, plan=plan, **overlapping(follows),
     ).__call__  # fmt: skip
 
     def call(logits: Tensor, number: Number, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_softmax.core import launch
 from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
-from fused_softmax.core.runner import has_ptx
+from fused_softmax.core.runner import has_ptx, overlapping, overlaps
 from fused_softmax.ops.sampling.judged import Judging, Rows
 from fused_softmax.ops.sampling.kernels.spec import TraceSpec, VerifySpec
 from fused_softmax.ops.sampling.kernels.traced import _place, _trace
@@ -108,6 +108,7 @@ class _Kernel:
         launched = launch.prepare(
             kernel, programs, [like[name] for name in tensors], [like[name] for name in scalars], {"K": spec},
             device=index, num_warps=num_warps, numbers=tuple(map(scalars.index, anew)), plan=plan,
+            **overlapping(getattr(spec, "follows", False)),
         )  # fmt: skip
         self._launch: Callable[..., None] = launched.__call__
         self._given = [name for name in tensors if like[name] is not None] + anew
@@ -125,7 +126,7 @@ class _Following:
         plan, self._shape, self._empty = target.plan, (n, k + 1), allocator(given.draft_tokens.device)
         self._spec = spec = VerifySpec(
             target=target.spec, draft=draft.spec, rows=k + 1, stretches=plan.stretches, block=verify == "block",
-            ptx=has_ptx(index),
+            ptx=has_ptx(index), follows=overlaps(index), leads=overlaps(index),
         )  # fmt: skip
         self._tree, self._reports = verify == "tree", reports is not None
         seed, position = of_sequences(numbers, n, k + 1, given.draft_tokens.device)
@@ -233,15 +234,15 @@ def _prepare_tracing(given: Given, numbers: Numbers, order: Any, return_logprobs
         }  # fmt: skip
 
     its = of_a_call(given, numbers)
-    logits, options = of_draws(given, numbers)
-    draw = prepared_of(logits, options, its["seeds_ptr"], its["positions_ptr"], None)
     like = its | {"strides": _strides(given, its["seed_ptr"], its["position_ptr"]), "n_cols": n_cols}
     like |= {
         "own_ptr": its["seeds_ptr"], "own_valid_ptr": empty((n * n_rows,), (1,), torch.bool),
         "own_logprobs_ptr": its["logprobs_ptr"],
     }  # fmt: skip
-    place, trace = _Kernel(_place, n, spec, 1, like, index), _Kernel(_trace, n, spec, 1, like, index)
-    del its, like, logits, options  # nothing of this call stays with the one that is kept
+    place = _Kernel(_place, n, spec, 1, like, index)
+    draw = prepared_of(*of_draws(given, numbers), its["seeds_ptr"], its["positions_ptr"], None)
+    trace = _Kernel(_trace, n, spec, 1, like, index)
+    del its, like  # a call that is kept holds no tensor
 
     def speculate(given: Given, numbers: Numbers) -> SpeculativeOutput:
         its = of_a_call(given, numbers)

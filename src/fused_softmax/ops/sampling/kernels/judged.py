@@ -221,6 +221,7 @@ def _write_kept(
     scratch_ptr, valid_ptr, logits_ptr, y_ptr, strides, n_rows, n_cols, n_parts, part_stretches, K: tl.constexpr
 ):  # fmt: skip
     """A part of a row as it is where it is kept, and -inf elsewhere; NaN if the row is."""
+    wait_for_launch_before(K.follows)
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     D = draw_of(

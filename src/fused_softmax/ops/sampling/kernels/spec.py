@@ -132,7 +132,7 @@ class VerifySpec:
     """Of drafts that are verified: `rows` of the target for each sequence, and their judged rows and those of drafts.
 
     most: a power of two, at least `rows`. stretches: of 1024 columns, that a program reads at a time. block: whether
-    all drafts are judged together.
+    all drafts are judged together. follows, leads: as SampleSpec's.
     """
 
     target: SampleSpec
@@ -141,6 +141,8 @@ class VerifySpec:
     stretches: int
     block: bool = False
     ptx: bool = False
+    follows: bool = False
+    leads: bool = False
 
     @property
     def most(self) -> int:

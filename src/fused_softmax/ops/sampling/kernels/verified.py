@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from fused_softmax.core.kernels.exchange import let_next_begin, wait_for_launch_before
 from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.sampling.kernels.common import (
     BIAS,
@@ -152,6 +153,8 @@ def _follow(
     draft_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """How far a chain is accepted; of a block, what its drafts are judged by."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
     DRAFT: tl.constexpr = K.draft
     sequence = tl.program_id(0).to(tl.int64)
@@ -225,6 +228,8 @@ def _sum_left(
     draft_rows, n_cols, n_parts, part_stretches, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """Of a part of a block's row: the mass of what would be left at it."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
     DRAFT: tl.constexpr = K.draft
     program = tl.program_id(0)
@@ -281,6 +286,8 @@ def _settle(
     n_cols, K: tl.constexpr,
 ):  # fmt: skip
     """How far a block is accepted."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     sequence = tl.program_id(0).to(tl.int64)
     F = drafts_of(drafts_ptr, lengths_ptr, None, sequence_strides, sequence, n_cols, K)
     i = F.i
@@ -308,6 +315,8 @@ def _climb(
     target_rows, draft_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """Which drafts of a tree are accepted, by one program, one draft after the other."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
     DRAFT: tl.constexpr = K.draft
     sequence = tl.program_id(0).to(tl.int64)
@@ -374,6 +383,8 @@ def _draw_left(
     K: tl.constexpr,
 ):  # fmt: skip
     """A draw of a part of what is left of a row. The part that arrives last writes the token: nobody waits."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
     DRAFT: tl.constexpr = K.draft
     program = tl.program_id(0)
@@ -455,6 +466,8 @@ def _report_tokens(
     numbers_ptr, logprobs_ptr, strides, target_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
     """The log-probabilities of a sequence's tokens, of rows that may be judged otherwise than for draws."""
+    wait_for_launch_before(K.follows)
+    let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
     sequence = tl.program_id(0).to(tl.int64)
     T = Rows(
