@@ -230,7 +230,13 @@ def test_numbers_and_tensors_are_one(order, way, device):
     numbers = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "seed": -3, "position": 2**63 + 5}
     tensors = {k: torch.tensor([v if v < 2**63 else v - 2**64] * n, device=device) for k, v in numbers.items()}
     scalars = {k: v[0] for k, v in tensors.items()}
-    options = {"order": order, "return_kept": True, "return_logprobs": "processed", "top_logprobs": 4}
+    options = {
+        "order": order,
+        "return_kept": True,
+        "return_logprobs": "processed",
+        "top_logprobs": 4,
+        "return_rank": True,
+    }
     first, *others = [sample(x, **each, **options) for each in (numbers, tensors, scalars)]
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 

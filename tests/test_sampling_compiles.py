@@ -87,8 +87,8 @@ def compiled_of_drafts(target, dtype, top_p=None, verify="chain", told=False, ma
     with (
         mock.patch.object(sample_calls.launch, "prepare", prepare),
         mock.patch.multiple(sample_calls, device_of=lambda _: GPUS[target], has_ptx=lambda _: target != "gfx942"),
-        mock.patch.object(sample_reports, "device_of", lambda _: GPUS[target]),
-        mock.patch.object(judged, "device_of", lambda _: GPUS[target]),
+        mock.patch.object(sample_reports, "device_of", return_value=GPUS[target]),
+        mock.patch.object(judged, "device_of", return_value=GPUS[target]),
         mock.patch.multiple(verified, device_of=lambda _: GPUS[target], has_ptx=lambda _: target != "gfx942"),
     ):
         if mask:

@@ -52,6 +52,7 @@ def test_row_indices_say_which_row_a_draw_is_from(device):
     indices = torch.tensor([4, 0, 0, 3, 2, 4, 1], device=device)
     seed, top_k = torch.arange(7, device=device), torch.tensor([3, 9, 0, 4, 60, 1, 2], device=device)
     options = {"seed": seed, "top_k": top_k, "return_kept": True, "return_logprobs": "raw", "top_logprobs": 3}
+    options["return_rank"] = True
     for kind in (torch.int64, torch.int32):
         drawn = sample(x, row_indices=indices.to(kind), **options)
         gathered = sample(x[indices], **options)

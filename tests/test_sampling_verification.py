@@ -116,6 +116,19 @@ def test_pairs_of_tokens_have_the_distribution_of_the_target(verify, filters, to
     assert torch.equal(y.tokens[both, 2], sample(third[both], **filters, seed=4, position=at_last).tokens)
 
 
+@BY_BOTH
+@pytest.mark.parametrize("verify", ["chain", "block"])
+def test_a_draft_that_its_own_distribution_has_not_is_judged_by_the_target_alone(verify, way):
+    """The first is impossible by both, the second by the draft alone: neither is accepted."""
+    low = -math.inf
+    target = torch.tensor([[[low, 0.0], [low, 0.0], [0.0, 0.0]]])
+    draft = torch.tensor([[[low, 0.0], [0.0, low]]])
+    y = speculative_sample(target, torch.tensor([[0, 1]]), draft, verify=verify, seed=1)
+    assert (y.tokens.tolist(), y.n_accepted.tolist()) == ([[1, -1, -1]], [0])
+    y = speculative_sample(target[:, 1:], torch.tensor([[1]]), draft[:, 1:], verify=verify, seed=1)
+    assert (y.tokens[0, 0].item(), y.n_accepted.tolist()) == (1, [1])
+
+
 def test_a_block_accepts_more_than_a_chain():
     p, q = TARGET.probs(), DRAFT.probs()
     assert acceptance("block", p, q) > acceptance("chain", p, q) + 0.02

@@ -229,7 +229,8 @@ def _of_block(
     for i in range(k):
         row = torch.full_like(n_accepted, i)
         of_p, of_q = p[:, i].gather(1, drafts.column[:, i, None]), q[:, i].gather(1, drafts.column[:, i, None])
-        ratio = torch.where(of_q > 0, of_p / torch.where(of_q > 0, of_q, 1.0), torch.where(of_p > 0, math.inf, 0.0))
+        most = torch.where(of_p > 0, 1e38, 0.0)  # of a draft that q has not; 0 times it is 0
+        ratio = torch.where(of_q > 0, of_p / torch.where(of_q > 0, of_q, 1.0), most)
         a = torch.where(drafted[:, i], (a * ratio.squeeze(1)).clamp(max=1.0), a)
         left = exact_sum((a[:, None] * p[:, i + 1] - q[:, i + 1]).clamp(min=0.0)).squeeze(1)
         rest = left + (1.0 - a)
