@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fused_softmax
 from fused_softmax import (
     attention,
     cross_entropy,
@@ -14,8 +15,9 @@ from fused_softmax import (
     logsumexp,
     sample,
     softmax,
+    speculative_sample,
 )
-from fused_softmax.ops.sampling import reference
+from fused_softmax.ops.sampling import reference, verification
 
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the greatest element
 
@@ -131,7 +133,17 @@ DRAWS = {
     "a draw with penalties": {"token_ids": IDS, "repetition": 1.3, "frequency": 0.5},
     "a draw and the greatest logits": {"top_k": 20, "return_logprobs": "raw", "top_logprobs": 5, "return_kept": True},
 }
-NAMES = (*GRADIENTS, *LOSSES, *DRAWS)
+DRAFTS = torch.tensor([[5, 70, 4100, 9], [7, 7, 7, -1]])
+PARENTS = torch.tensor([[-1, -1, 0, 1]])
+SPECULATIONS = {
+    "a chain of drafts": {"temperature": 0.8},
+    "a chain of drafts by top-p": {"top_p": 0.9, "return_logprobs": "raw"},
+    "a block of drafts": {"verify": "block", "min_p": 0.05},
+    "a tree of drafts": {"verify": "tree", "parents": PARENTS, "top_k": 20, "return_logprobs": "processed"},
+    "drafts without a distribution": {"told": False, "verify": "tree", "parents": PARENTS},
+}
+MASKS = {"a mask by top-p": 0.9, "a mask by min-p": 0.05, "a mask by top-k": 20}
+NAMES = (*GRADIENTS, *LOSSES, *DRAWS, *SPECULATIONS, *MASKS)
 
 
 def random(shape, dtype, seed) -> Tensor:
@@ -141,7 +153,12 @@ def random(shape, dtype, seed) -> Tensor:
 def call(name: str, dtype: torch.dtype, device: str) -> None:
     """The call, twice: the programs of a row exchange other tags the second time. AssertionError where it is wrong."""
     for _ in range(2):
-        draw(name, dtype, device) if name in DRAWS else differentiate(name, dtype, device)
+        if name in SPECULATIONS:
+            speculate(name, dtype, device)
+        elif name in MASKS:
+            mask(name, dtype, device)
+        else:
+            draw(name, dtype, device) if name in DRAWS else differentiate(name, dtype, device)
 
 
 def differentiate(name, dtype, device):
@@ -172,3 +189,26 @@ def draw(name, dtype, device):
     found = sample(x.to(device), seed=seed.to(device), position=position.to(device), **there)
     wanted = reference.sample(x, seed, position, **DRAWS[name])
     assert torch.equal(found.tokens.cpu(), wanted.tokens), name
+
+
+def speculate(name, dtype, device):
+    target, draft = random((2, 5, 4200), dtype, 1), random((2, 4, 4200), dtype, 2)
+    named = dict(SPECULATIONS[name])
+    draft = draft if named.pop("told", True) else None
+    seed, position = torch.tensor([3, 4]), torch.tensor([0, 2**33])
+    parents = named.pop("parents", None)
+    parents = None if parents is None else parents.expand(2, -1)
+    wanted = verification.speculative_sample(
+        target, DRAFTS, draft, None, None, parents, None, None, seed, position, **named
+    )  # fmt: skip
+    target, tokens, draft, parents, seed, position = (
+        None if each is None else each.to(device) for each in (target, DRAFTS, draft, parents, seed, position)
+    )
+    found = speculative_sample(target, tokens, draft, parents=parents, seed=seed, position=position, **named)
+    assert torch.equal(found.tokens.cpu(), wanted.tokens), name
+
+
+def mask(name, dtype, device):
+    x, filter = random((3, 4200), dtype, 1), name.removeprefix("a mask by ").replace("-", "_")
+    found = getattr(fused_softmax, f"{filter}_mask_logits")(x.to(device), MASKS[name])
+    assert torch.equal(found.cpu(), reference.mask_logits(x, **{filter: MASKS[name]})), name
