@@ -129,16 +129,30 @@ def test_rows_that_cannot_be_drawn_from_and_equal_ones(verify, filters, device):
     same(*both(target, tokens, None, probs, given, filters))
 
 
-@pytest.mark.parametrize("verify", ["chain", "tree"])
+def test_nothing_is_left_of_equal_distributions(device):
+    """A draft that neither has is rejected; the target is then drawn from."""
+    target = torch.randn(6, 2, 40, generator=torch.Generator().manual_seed(1))
+    target[:, :, 5] = -math.inf
+    target = target.to(device)
+    tokens = torch.full((6, 1), 5, device=device)
+    ours, wanted = both(target, tokens, target[:, :1], None, {"verify": "chain"}, {})
+    same(ours, wanted)
+    assert ours.n_accepted.eq(0).all()
+    assert ours.tokens[:, 0].ne(0).any()
+
+
+@pytest.mark.parametrize("verify", ["tree", "block", "chain"])
 def test_many_siblings_and_few(verify, device):
-    """What is left after several rejections, of drafts that are far from the target."""
-    n, k, n_cols = few(64, "kernels", 12), 4, 90
-    target, draft, tokens = rows_of(n, k, n_cols, torch.float32, device, seed=4, near=3.0)
-    draft = draft[:, :1].expand(n, k, n_cols)
+    """What is left after several rejections, of drafts that are far from the target; of blocks, nearer ones."""
+    n, k, n_cols = few(64, "kernels", 24), 4, 90
+    near = 1.0 if verify == "block" else 3.0
+    target, draft, tokens = rows_of(n, k, n_cols, torch.float32, device, seed=4, near=near)
+    draft = draft if verify == "block" else draft[:, :1].expand(n, k, n_cols)
     given = {"verify": verify} | ({"parents": [-1] * k} if verify == "tree" else {})
     ours, wanted = both(target, tokens, draft, None, given, {})
     same(ours, wanted)
     assert ours.nodes.max() > 0 if verify == "tree" else (ours.n_accepted == 0).any()
+    assert verify == "tree" or ours.n_accepted.max() > 0
 
 
 def test_slices_are_read_where_they_lie(device):
@@ -167,7 +181,7 @@ def test_told_drafts_are_traced_as_by_torch(verify, lengths, logprobs, options, 
     target, _, tokens = rows_of(n, k, 40, torch.float32, device, seed=3)
     target[:, :, 7] += 8.0  # so that drafts are accepted often
     tokens = torch.where(torch.rand(n, k, generator=torch.Generator().manual_seed(2)).to(device) < 0.8, 7, tokens)
-    tokens[1, 2], tokens[2, 0], target[3, 1] = -1, 40, math.nan
+    tokens[1, 2], tokens[2, 0], tokens[3, 1], target[3, 1] = -1, 40, 0, math.nan
     given = {"verify": verify.removeprefix("one "), "return_logprobs": logprobs}
     if verify in PARENTS_OF:
         given["parents"] = torch.tensor(PARENTS_OF[verify], device=device)
