@@ -35,8 +35,8 @@ GUARDS = {
     "sanitize": 2, "serve": 1, "serve_hostile": 12, "shards": 16, "shards_by_kernels": 16, "shards_divergence": 24,
     "shards_dtensor": 16, "shards_fsdp": 24, "shards_in_disorder": 4, "shards_kept": 4, "shards_linear": 16,
     "shards_linear_log_prob": 24, "shards_linear_pairs": 24, "shards_log_prob": 24, "shards_log_prob_kept": 24,
-    "shards_losses": 16, "shards_misuse": 1, "shards_of_calls": 24, "shards_of_eight": 4, "shards_sampling": 24,
-    "shards_seams": 16, "trace_attention": 1, "trace_notes": 8, "warm": 1, "without_triton": 1,
+    "shards_losses": 16, "shards_misuse": 1, "shards_of_calls": 24, "shards_of_eight": 4, "shards_route": 8,
+    "shards_sampling": 24, "shards_seams": 16, "trace_attention": 1, "trace_notes": 8, "warm": 1, "without_triton": 1,
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes an eighth as many again.
 ONE_IN = {
