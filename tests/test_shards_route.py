@@ -94,7 +94,7 @@ def refused(group, shape, placements, options):
         ),
         ((8,), [Shard(0)], {"bias": torch.zeros(N_EXPERTS)}, "RuntimeError", "route: bias must be a DTensor"),
     ],
-    ids=["experts", "partial", "sequence", "sequence of a dim", "plain"],
+    ids=["experts", "partial", "sequence", "sequence-of-a-dim", "plain"],
 )  # fmt: skip
 def test_what_does_not_fit_in_shards_raises_on_every_rank(ranks, shape, placements, options, error, words):
     for each in ranks(4, refused, shape, placements, options):
