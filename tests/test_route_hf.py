@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
@@ -25,6 +26,14 @@ ROUTERS = {
     "qwen3_moe, raw": (
         Qwen3MoeTopKRouter, transformers.Qwen3MoeConfig, {"num_experts": N_EXPERTS, "norm_topk_prob": False},
         {"renormalize": False},
+    ),
+    "deepseek_v2": (
+        DeepseekV2TopkRouter, transformers.DeepseekV2Config,
+        {
+            "n_routed_experts": N_EXPERTS, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 16.0, "num_attention_heads": 2,
+        },
+        {"n_groups": 8, "groups_kept": 3, "group_score": "max", "renormalize": False, "scale": 16.0},
     ),
     "deepseek_v3": (
         DeepseekV3TopkRouter, transformers.DeepseekV3Config,
@@ -61,11 +70,11 @@ def test_a_router_of_transformers(name, device):
     x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(1)).to(device)
     logits, weights, indices = router(x)
     out = route(logits, K, **options)
-    order = indices.argsort(-1)  # DeepSeek-V3's are in no order
+    order = indices.argsort(-1)  # DeepSeek's are in no order
     ours = out.indices.long().argsort(-1)
     assert torch.equal(out.indices.long().gather(-1, ours), indices.gather(-1, order))
     torch.testing.assert_close(out.weights.gather(-1, ours), weights.gather(-1, order), rtol=1e-5, atol=1e-7)
-    if name != "deepseek_v3":
+    if not name.startswith("deepseek"):
         assert torch.equal(out.indices.long(), indices)
     by_expert = torch.linspace(-1, 1, N_EXPERTS, device=device)
     found, wanted = (
