@@ -26,17 +26,18 @@ QUICK = False
 
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
 GUARDS = {
-    "attention_vmap": 16, "bench_shards": 24, "cold": 1, "compiled_options": 12, "docs": 1, "examples": 1,
-    "family_compiles": 1, "fingerprint": 1, "fp8_compiles": 1, "front_door": 1, "fuzz": 1, "hf": 16, "hf_generate": 4,
-    "hf_sweep": 64, "host": 1, "imports": 1, "interrupts": 1, "layouts_compile": 1, "library": 16, "library_losses": 16,
-    "library_sampling": 8, "losses_compile": 1, "losses_fuzz": 1, "multihead": 16, "names": 1, "opinfo": 16,
-    "opinfo_losses": 16, "page": 12, "peers": 48, "peers_gathered": 8, "peers_runner": 1, "peers_waits": 1,
-    "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "sampling_turns": 8, "sampling_verification": 1,
-    "sanitize": 2, "serve": 1, "serve_hostile": 12, "shards": 16, "shards_by_kernels": 16, "shards_divergence": 24,
-    "shards_dtensor": 16, "shards_fsdp": 24, "shards_in_disorder": 4, "shards_kept": 4, "shards_linear": 16,
-    "shards_linear_log_prob": 24, "shards_linear_pairs": 24, "shards_log_prob": 24, "shards_log_prob_kept": 24,
-    "shards_losses": 16, "shards_misuse": 1, "shards_of_calls": 24, "shards_of_eight": 4, "shards_route": 8,
-    "shards_sampling": 24, "shards_seams": 16, "trace_attention": 1, "trace_notes": 8, "warm": 1, "without_triton": 1,
+    "attention_vmap": 16, "batch_invariant": 1, "bench_shards": 24, "cold": 1, "compiled_options": 12, "docs": 1,
+    "examples": 1, "family_compiles": 1, "fingerprint": 1, "fp8_compiles": 1, "front_door": 1, "fuzz": 1, "hf": 16,
+    "hf_generate": 4, "hf_sweep": 64, "host": 1, "imports": 1, "interrupts": 1, "layouts_compile": 1, "library": 16,
+    "library_losses": 16, "library_sampling": 8, "losses_compile": 1, "losses_fuzz": 1, "multihead": 16, "names": 1,
+    "opinfo": 16, "opinfo_losses": 16, "page": 12, "peers": 48, "peers_gathered": 8, "peers_runner": 1,
+    "peers_waits": 1, "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "sampling_turns": 8,
+    "sampling_verification": 1, "sanitize": 2, "serve": 1, "serve_hostile": 12, "shards": 16, "shards_by_kernels": 16,
+    "shards_divergence": 24, "shards_dtensor": 16, "shards_fsdp": 24, "shards_in_disorder": 4, "shards_kept": 4,
+    "shards_linear": 16, "shards_linear_log_prob": 24, "shards_linear_pairs": 24, "shards_log_prob": 24,
+    "shards_log_prob_kept": 24, "shards_losses": 16, "shards_misuse": 1, "shards_of_calls": 24, "shards_of_eight": 4,
+    "shards_route": 8, "shards_sampling": 24, "shards_seams": 16, "trace_attention": 1, "trace_notes": 8, "warm": 1,
+    "without_triton": 1,
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes an eighth as many again.
 ONE_IN = {

@@ -1,5 +1,6 @@
 """transformers' generate() by sample: greedy tokens, distributions and scores are its own; seeds; what is refused."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -199,6 +200,7 @@ def test_seeds_repeat_and_differ(torchs):
     assert tokens(1) == tokens(1)
     assert tokens(1) != tokens(2)
     assert tokens(2**64 - 1) == tokens(-1)
+    assert tokens(np.int64(1)) == tokens(1)
     both = tokens(1, num_return_sequences=2)
     assert both == tokens(1) + tokens(2) == tokens(torch.tensor([1, 2], dtype=torch.int32), num_return_sequences=2)
     again = sampler()

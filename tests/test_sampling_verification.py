@@ -225,6 +225,24 @@ def test_lengths_cut_drafts_off(verify, told, way, device):
     assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3], strict=True))
 
 
+@BY_BOTH
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("verify", ["chain", "block", "tree"])
+@pytest.mark.parametrize("n", [0, 3])
+def test_no_drafts_leave_a_token_of_the_target(n, verify, told, way, device):
+    target = 2 * torch.randn(n, 1, 9, device=device)
+    tokens = torch.zeros(n, 0, dtype=torch.int64, device=device)
+    draft = target[:, :0] if told else None
+    wanted = sample(target[:, 0], seed=5, return_logprobs="raw")
+    trees = [[], tokens, tokens[:1].flatten()] if verify == "tree" else [None]
+    for parents in trees:
+        y = speculative_sample(target, tokens, draft, verify=verify, parents=parents, seed=5, return_logprobs="raw")
+        assert torch.equal(y.tokens, wanted.tokens[:, None])
+        assert y.n_accepted.tolist() == [0] * n
+        assert torch.allclose(y.logprobs, wanted.logprobs[:, None])
+        assert (None if y.nodes is None else y.nodes.shape) == ((n, 0) if verify == "tree" else None)
+
+
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("verify", ["chain", "block", "tree"])
 def test_lengths_and_parents_out_of_range_leave_sequences_that_are_not_valid(verify, told, device):

@@ -157,6 +157,15 @@ def sampling_calls(name):
     if name == "speculative_sample":
         tensors = {"target_logits": 2 * tensor(ROWS, 3, 9), "draft_tokens": torch.arange(2 * ROWS).view(ROWS, 2) % 9}
         return speculative_sample, {**tensors, **seeds, "top_p": per_row["top_p"]}, {}
+    if name == "speculative_sample of a tree":
+        tensors = {
+            "target_logits": 2 * tensor(ROWS, 4, 9), "draft_tokens": torch.arange(3 * ROWS).view(ROWS, 3) % 9,
+            "draft_probs": tensor(ROWS, 3, 9, seed=1).softmax(2), "draft_lengths": torch.arange(ROWS) % 4,
+            "parents": torch.tensor([[-1, -1, 0], [-1, 0, 1]]).repeat(ROWS, 1)[:ROWS],
+            "temperature": torch.linspace(0.5, 2.0, 4 * ROWS).view(ROWS, 4), "logit_bias": tensor(ROWS, 4, 9, seed=2),
+            "bitmask": torch.full((ROWS, 1), 0b101101111, dtype=torch.int32),
+        }  # fmt: skip
+        return speculative_sample, tensors, {"verify": "tree", "seed": 3, "return_logprobs": "processed"}
     if name == "penalize":
         ids = torch.arange(3 * ROWS).view(ROWS, 3)
         tensors = {"logits": logits, "token_ids": ids, "repetition": torch.linspace(1.0, 2.0, ROWS)}
@@ -189,7 +198,9 @@ FILTERS = [
 @pairwise()
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("placements", [[Shard(0)], [Shard(0), R], [Shard(0), Shard(0)]])
-@pytest.mark.parametrize("name", ["sample", "sample of one seed", "sample, penalized", "speculative_sample", *FILTERS])
+@pytest.mark.parametrize("name", [
+    "sample", "sample of one seed", "sample, penalized", "speculative_sample", "speculative_sample of a tree", *FILTERS,
+])  # fmt: skip
 def test_sampling_of_shards_is_that_of_whole_rows(ranks, name, placements, way):
     if way == "kernels" and not name.startswith(("sample", "penalize")):
         pytest.skip("no kernel of this function")

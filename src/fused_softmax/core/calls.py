@@ -128,7 +128,7 @@ def _sorted(input, others):
 def _of_other_size(name, options, input, others):
     """The call made from one that differs in the leading size alone; None where there is no such call.
 
-    It is kept when it comes a second time: calls that never come again would be all that the garbage collector sees.
+    It is kept when it comes a second time: the garbage collector would have to pass calls that never come again.
     """
     try:
         shape = input.shape

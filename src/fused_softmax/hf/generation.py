@@ -7,6 +7,7 @@ possible, so that the loop's argmax takes it: a write and a read of [n_rows, voc
 import copy
 import sys
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -41,13 +42,13 @@ def sampler(seed: int | Tensor | None = None) -> Callable[..., Any]:
     Raises TypeError or ValueError for a wrong seed, and ValueError, before the first token, for what draws no token a
     step (beams, assistants, prompt lookup, contrastive search), and for models with a loop of their own. A row that
     cannot be drawn from, such as one with NaN, raises ValueError. cache_implementation="paged" is another loop of
-    transformers, which asks no custom_generate.
+    transformers, which does not call custom_generate.
 
     >>> model.generate(**inputs, do_sample=True, top_p=0.9, custom_generate=fused_softmax.hf.sampler(seed=1))
     """
-    if isinstance(seed, bool) or not (seed is None or isinstance(seed, int | Tensor)):
+    if isinstance(seed, bool) or not (seed is None or isinstance(seed, Integral | Tensor)):
         raise TypeError(f"sampler: seed must be an int or a Tensor, not {type(seed).__name__} ({seed!r})")
-    if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
+    if isinstance(seed, Integral) and not -(2**63) <= int(seed) < 2**64:
         raise ValueError(f"sampler: seed must fit in 64 bits, got {seed}")
 
     def by_sample(

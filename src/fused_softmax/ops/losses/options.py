@@ -101,7 +101,7 @@ class Loss(Options):
 
     @cached_property
     def constant(self) -> bool:
-        """Whether a kept call is of these very numbers each time."""
+        """Whether a kept call has the same numbers each time."""
         return self.plain and not self.smooth
 
     def kind(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def stats_of(rows: LossRows, target: Tensor, loss: Loss) -> list[Tensor]:
     ignored = target.long() == loss.ignore_index  # of uint8, -100 would be 156
     predicted = rows.predicted.masked_fill_(ignored, 0)
     correct = predicted == target
-    if loss.ignore_index == 0:  # or else an ignored target is no 0
+    if loss.ignore_index == 0:  # an ignored target of another value is not that 0
         correct.masked_fill_(ignored, False)
     losses = rows.loss.clone() if loss.reduction == "none" else rows.loss  # which may be the result itself
     return [losses, rows.entropy.masked_fill_(ignored, 0.0), predicted, correct]

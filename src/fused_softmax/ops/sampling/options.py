@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core.described import described, typed
-from fused_softmax.core.options import Options, option
+from fused_softmax.core.options import Options, is_bool, option
 
 Order = Literal["sequential", "joint"]
 Logprobs = Literal["raw", "processed"]
@@ -81,7 +81,7 @@ def sampling_of(
 ) -> Sampling:  # fmt: skip
     """The Sampling of a call on logits [n_rows, ..., vocab], or an error that names the argument.
 
-    What is given of rows may have the first of their dims alone.
+    A tensor that is given of rows may have all of their leading dims, the first alone, or none.
     """
     n_cols, leading = logits.shape[-1], tuple(logits.shape[:-1])
     if row_indices is not None:
@@ -114,8 +114,7 @@ def sampling_of(
         raise ValueError(f"{name}: top_logprobs must be in [0, {n_cols}], got {top_logprobs}")
     if top_logprobs and return_logprobs is None:
         raise ValueError(f'{name}: top_logprobs={top_logprobs} takes return_logprobs="raw" or "processed", got None')
-    if not isinstance(return_kept, bool):
-        raise TypeError(f"{name}: return_kept must be a bool, not {typed(return_kept)}")
+    is_bool(name, "return_kept", return_kept)
     given = {"repetition": repetition, "presence": presence, "frequency": frequency}
     penalties = {argument: penalty_of(name, argument, value, logits, leading) for argument, value in given.items()}
     if token_ids is not None:

@@ -55,20 +55,20 @@ def speculative_sample(
     """The tokens that drafts leave of sampling from the target: accepted drafts, and one token of the target's.
 
     Their distribution is that of sampling from the target with these filters, whatever the drafts are. Nothing waits
-    for the device.
+    for the device, but for a copy of parents that are numbers.
 
     target_logits: [n, k + 1, vocab], float32, float16 or bfloat16: row j is of the token that draft j proposes. Of a
         tree, row 0 is of the token after the prefix, and row j + 1 of the one after draft j.
     draft_tokens: int64 or int32 [n, k]; an id outside [0, vocab), such as -1, is no draft: it ends those of a chain or
         block, and the branch of a tree.
     draft_logits: [n, k, vocab], of any dtype that target_logits may have: the drafts were drawn from these logits with
-        the same filters. Row r is of what was drawn where the target has row r, so of a chain row j is of draft j.
+        the same filters. Row r is that of the drafts which row r of the target judges: of a chain, row j of draft j.
     draft_probs: [n, k, vocab] likewise, probabilities that the drafts were drawn from, in place of draft_logits. They
-        count over their sum, and filters leave them as they are.
-        With neither, a draft is accepted where the target's own draw gives it, so the tokens are those that `sample`
-        gives for these rows, seeds and positions, and blocks are chains. A deterministic draft is accepted as often as
-        it can be. One that `sample` drew with the same seed and position is accepted often, for both draws have the
-        same noise.
+        are divided by their sum, and no filter is applied to them.
+        Without draft_logits and draft_probs, a draft is accepted where the target's own draw gives it, so the tokens
+        are those that `sample` gives for these rows, seeds and positions, and blocks are chains. A deterministic draft
+        is accepted as often as it can be. One that `sample` drew with the same seed and position is accepted often, for
+        both draws have the same noise.
     temperature, top_k, top_p, min_p, order: as sample's, of both target and draft; numbers or tensors [], [n] or
         [n, k + 1], one for each row of the target.
     draft_lengths: how many drafts there are of each sequence: a number up to k, or int64 or int32 [n]; all without it.
@@ -78,7 +78,7 @@ def speculative_sample(
         several drafts, drawn independently, which are tried in the order of their numbers; each that is rejected leaves
         max(p - q, 0), renormalised (Miao et al., 2024, arXiv 2305.09781).
     parents: of a tree, the draft that each follows, -1 for those that follow the prefix: int64 or int32 [n, k] or [k],
-        or k numbers. Parents come before their children.
+        or k numbers, which are copied to the device, as a captured graph cannot. Parents come before their children.
     seed, position: as sample's, numbers or tensors [] or [n]. Token j of a sequence has position + j. Without a
         position, sequence i begins at position i * (k + 1) if the seed is a number, and at 0 if it is a tensor. Drafts
         may be drawn by `sample` with the same seed and positions, because other noise accepts and replaces them;
@@ -90,10 +90,10 @@ def speculative_sample(
 
     A sequence whose draft_lengths, or whose parents of drafts that it has, are out of range in a tensor has no drafts,
     token 0, and valid False. A row that cannot be drawn from, as sample has it, ends its sequence with token 0 and
-    valid False; so does one whose drafts' logits or probabilities cannot be.
+    valid False. So does a row with drafts whose row of draft_logits or draft_probs cannot be drawn from.
 
-    Raises as sample does, and ValueError for lengths or parents out of range that are numbers, for both draft_logits
-    and draft_probs, and for parents without a tree, or a tree without parents.
+    Raises as sample does, and ValueError for a number of draft_lengths or a sequence of parents that is out of range,
+    for both draft_logits and draft_probs, for parents without a tree, and for a tree without parents.
 
     >>> target = torch.tensor([[[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]]], device="cuda")
     >>> speculative_sample(target, torch.tensor([[1, 1]], device="cuda"), temperature=0.0)[:2]

@@ -92,7 +92,7 @@ def drafts_of(draft_tokens: Tensor, lengths: Tensor | None, parents: Tensor | No
         right = (parents >= -1) & (parents < at[:-1])
         valid = valid & (right | ~there).all(1)
         row = torch.where(right, parents.long() + 1, 0)
-        depth = torch.zeros_like(row[:, :1]).expand(n, 1)
+        depth = at[:1].expand(n, 1)
         for j in range(k):
             depth = torch.cat([depth, depth.gather(1, row[:, j : j + 1]) + 1], 1)
     there = there & valid[:, None]
