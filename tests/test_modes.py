@@ -111,7 +111,7 @@ SAMPLES = {
     "top_p_mask_logits": lambda i: fused_softmax.top_p_mask_logits(i["x"], 0.8),
     "top_k_renorm_probs": lambda i: fused_softmax.top_k_renorm_probs(i["x"].softmax(-1), 5),
 }
-COMPOSED = {"route", "route, losses", "top_p_mask_logits", "top_k_renorm_probs"}
+COMPOSED = {"top_p_mask_logits", "top_k_renorm_probs"}
 
 
 def routes_of(name, given):

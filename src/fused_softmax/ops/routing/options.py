@@ -78,6 +78,25 @@ class Routing(Options):
     return_aux_loss: bool = option(False, "bool", is_bool)
     return_z_loss: bool = option(False, "bool", is_bool)
     sequence_length: int | None = option(None, "int?", _is_count_or_none)
+    return_counts: bool = option(True, "bool", is_bool)
+
+    @property
+    def key(self) -> tuple:
+        """All but tensors."""
+        return tuple(getattr(self, name) for name in _PLAIN)
+
+    @property
+    def sums(self) -> bool:
+        """Whether rows are added up."""
+        return self.return_counts or self.return_aux_loss or self.return_z_loss
+
+    @property
+    def totals(self) -> bool:
+        """Whether the sum of exp(x - m) of all experts of a row has a part in it."""
+        if self.sums:
+            return True
+        of_best = self.renormalize and self.bias is None and self.indices is None and not self.grouped
+        return self.score == "softmax" and self.score_first and not of_best
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -87,6 +106,9 @@ class Routing(Options):
     def grouped(self) -> bool:
         """Whether groups leave out any expert."""
         return self.groups_kept is not None and self.groups_kept < self.n_groups
+
+
+_PLAIN = tuple(name for name, each in Routing.OPTIONS.items() if each.type != "Tensor?")
 
 
 def check_logits(name: str, logits: Any, dtypes: Sequence[torch.dtype] = LOGITS) -> None:

@@ -42,8 +42,8 @@ class RouteOutput(NamedTuple):
 
     weights: Tensor
     indices: Tensor
-    counts: Tensor
-    prob_sums: Tensor
+    counts: Tensor | None = None
+    prob_sums: Tensor | None = None
     aux_loss: Tensor | None = None
     z_loss: Tensor | None = None
     dense: Tensor | None = None
@@ -94,8 +94,8 @@ def output_of(routed: Routed, logits: Tensor, options: Routing) -> RouteOutput:
     return RouteOutput(
         routed.weights.view(*leading, options.k),
         routed.indices.view(*leading, options.k),
-        sums.counts,
-        sums.probs.to(dtype),
+        sums.counts if options.return_counts else None,
+        sums.probs.to(dtype) if options.return_counts else None,
         aux_loss,
         z_loss,
         None if routed.dense is None else routed.dense.view(logits.shape),

@@ -1,16 +1,25 @@
 """Which experts each row of a router's logits goes to, with what weights, and the losses that keep experts balanced.
 
-Traffic: it is made of torch's operations, which read and write the logits several times; there are no kernels yet.
+Traffic: logits are read once, and 8 bytes are written for each choice; counts and losses read a row again while its
+multiprocessor has it. The gradient is written once; logits are read for it unless weights alone have one, and follow
+from the chosen experts.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fused_softmax.core.route import Route, on_device, readable, route_of
+from fused_softmax.core.calls import find, keep
+from fused_softmax.core.launched import Launched, compose
+from fused_softmax.core.route import Route, needs_grad, on_device, readable, route_of
 from fused_softmax.ops.routing.dtensor import route_on_shards
-from fused_softmax.ops.routing.options import CHECK, GroupScore, Score, check_ids, check_logits, routing_of
+from fused_softmax.ops.routing.launches import prepare_route, read, refused_sizes, rows_of_call
+from fused_softmax.ops.routing.options import CHECK, GroupScore, Routing, Score, check_ids, check_logits, routing_of
 from fused_softmax.ops.routing.reference import RouteOutput, output_of, rows_of
+from fused_softmax.ops.routing.rows import output_of as output_of_rows
+from fused_softmax.ops.routing.rows import with_gradient
 from fused_softmax.ranks.dtensor import mesh_of
 
 _NAME = "route"
@@ -35,6 +44,7 @@ def route(
     return_aux_loss: bool = False,
     return_z_loss: bool = False,
     sequence_length: int | None = None,
+    return_counts: bool = True,
 ) -> RouteOutput:
     """The k experts that each row of a router's logits goes to, their weights, and the losses that balance experts.
 
@@ -64,6 +74,7 @@ def route(
     return_z_loss: whether to return the mean of the square of the rows' log-sum-exp.
     sequence_length: the aux loss is the mean of that of every so many rows, of sequences one behind another. It divides
         the number of rows. A sequence without rows that are routed is left out. Counts and prob_sums are of all rows.
+    return_counts: whether to return counts and prob_sums. Without them, and without losses, no rows are added up.
 
     The choice compares logits. With a bias or with groups that leave experts out it compares scores, as float32. Of
     equal ones the lowest expert stands first. A row is routed nowhere if it is not in row_mask, or has a NaN, an inf or
@@ -92,23 +103,77 @@ def route(
         "k": k, "score": score, "score_first": score_first, "bias": bias, "n_groups": n_groups,
         "groups_kept": groups_kept, "group_score": group_score, "renormalize": renormalize, "scale": scale,
         "noise": noise, "indices": indices, "row_mask": row_mask, "dense": dense, "return_aux_loss": return_aux_loss,
-        "return_z_loss": return_z_loss, "sequence_length": sequence_length,
+        "return_z_loss": return_z_loss, "sequence_length": sequence_length, "return_counts": return_counts,
     }  # fmt: skip
-    return _route(logits, given)
+    key: tuple[Any, ...] = (
+        k, score, score_first, n_groups, groups_kept, group_score, renormalize, scale, dense, return_aux_loss,
+        return_z_loss, sequence_length, return_counts,
+    )  # fmt: skip
+    key = *key, *map(type, key), torch.is_grad_enabled()
+    call = find(_NAME, key, logits, bias, noise, indices, row_mask)
+    if call is not None:
+        return call(logits, bias, noise, indices, row_mask)
+    return _route(logits, given, key)
 
 
-def _route(logits: Any, given: dict[str, Any]) -> RouteOutput:
+def _route(logits: Any, given: dict[str, Any], key: tuple) -> RouteOutput:
     check_logits(_NAME, logits)
     options = routing_of(_NAME, logits, given)
     mesh_of(_NAME, {"logits": logits, **options.tensors})
-    if route_of(_NAME, logits, *options.tensors.values(), refused=refused(), shards=True) is Route.SHARDS:
+    of_call = logits, *options.tensors.values()
+    refused = refused_sizes(logits.shape[:-1].numel(), logits.shape[-1], options)
+    way = route_of(_NAME, *of_call, refused=refused, batches=False, shards=True)
+    if way is Route.SHARDS:
         return route_on_shards(_NAME, rows_of, logits, options)
     indices = options.indices
+    reads = False
     if indices is not None and (CHECK or (readable(indices) and not on_device(indices))):
+        reads = True
         check_ids(_NAME, indices, options.row_mask, logits.shape[-1])
-    return output_of(rows_of(logits, options), logits, options)
+    if way is Route.COMPOSED:
+        return output_of(rows_of(logits, options), logits, options)
+    if way is Route.OPERATOR:
+        return _by_operator(logits, options)
+    call = _prepare_call(logits, options)
+    if not reads:
+        keep(call, _NAME, key, logits, options.bias, options.noise, indices, options.row_mask)
+    return call(logits, options.bias, options.noise, indices, options.row_mask)
 
 
-def refused() -> str:
-    """Why the kernels do not take a call."""
-    return "there are no kernels for it yet"
+def _by_operator(logits: Tensor, options: Routing) -> RouteOutput:
+    leading = logits.shape[:-1]
+    of_rows = {"indices": options.k, "noise": logits.shape[-1]}
+    flat = {name: getattr(options, name) for name in ("indices", "noise")}
+    flat = {name: each if each is None else each.reshape(-1, of_rows[name]) for name, each in flat.items()}
+    mask = options.row_mask
+    options = replace(options, **flat, row_mask=None if mask is None else mask.reshape(-1))
+    found = torch.ops.fused_softmax.route.default(logits.reshape(-1, logits.shape[-1]), *options.traced())
+    weights, indices, counts, prob_sums, aux_loss, z_loss, dense, *_ = found
+    return RouteOutput(
+        weights.view(*leading, options.k),
+        indices.view(*leading, options.k),
+        counts if options.return_counts else None,
+        prob_sums if options.return_counts else None,
+        aux_loss if options.return_aux_loss else None,
+        z_loss if options.return_z_loss else None,
+        dense.view(logits.shape) if options.dense else None,
+    )
+
+
+def _prepare_call(logits: Tensor, options: Routing) -> Launched:
+    """The call for tensors like these: call(logits, bias, noise, indices, row_mask)."""
+    differentiated = needs_grad(logits)
+    given = rows_of_call(logits.detach(), options)
+    prepared = prepare_route(given, options, differentiated)
+    # A call that is kept holds no tensor.
+    alike = replace(options, bias=None, noise=None, indices=None, row_mask=None)
+
+    def build(_, run):
+        def call(logits, bias, noise, indices, row_mask):
+            of_call = read(logits, bias, noise, indices, row_mask)
+            rows = with_gradient(of_call, alike, run) if differentiated else run(*of_call)
+            return output_of_rows(rows, logits.shape[:-1], alike)
+
+        return call
+
+    return compose(build, prepared, n=logits.shape[0] if logits.ndim == 2 else None, by_row=True)
