@@ -45,11 +45,10 @@ ONE_IN = {
     "attention_large_scores": 5, "attention_short": 6, "autocast": 6, "backward": 5, "bench": 3, "calls": 6,
     "classic": 3, "column_scores": 4, "cross_entropy": 4, "divergence": 5, "exact": 5, "flops": 3, "fp8": 12,
     "layouts": 8, "linear_by_classes": 16, "linear_outputs": 4, "log_prob": 4, "log_prob_kept": 6,
-    "logsumexp_gradients": 4,
-    "loss_defects": 3, "loss_given_lse": 5, "losses_seams": 6, "modes": 6, "neg_bit": 4, "no_gradient": 6, "no_room": 3,
-    "operators": 5, "out_overlaps": 4, "sample_kernels": 18, "sampling": 4, "sampling_boundaries": 4,
-    "sampling_first": 4, "sampling_gradients": 4, "sampling_options": 5, "sampling_penalties": 5,
-    "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
+    "logsumexp_gradients": 4, "loss_defects": 3, "loss_given_lse": 5, "losses_seams": 6, "modes": 6, "neg_bit": 4,
+    "no_gradient": 6, "no_room": 3, "operators": 5, "out_overlaps": 4, "route": 10, "route_kernels": 24,
+    "sample_kernels": 18, "sampling": 4, "sampling_boundaries": 4, "sampling_first": 4, "sampling_gradients": 4,
+    "sampling_options": 5, "sampling_penalties": 5, "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
 }  # fmt: skip
 
 # Of the cases that compile kernels for sm_90, one in so many; by the newest Triton half as many, for other GPUs a

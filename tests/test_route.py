@@ -18,6 +18,15 @@ SIZES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def way(request, monkeypatch):
+    """Who computes: the kernels, where there are any for the device, or torch's operations."""
+    if request.param == "torch":
+        monkeypatch.setattr(
+            fused_softmax.ops.routing.route, "refused_sizes", lambda *_: "torch's operations are asked for"
+        )
+
+
 def rows(n, n_experts, dtype=torch.float32, seed=0):
     return torch.randn(n, n_experts, generator=torch.Generator().manual_seed(seed)).mul(2).to(dtype)
 

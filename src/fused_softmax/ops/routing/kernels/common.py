@@ -45,7 +45,7 @@ def logits_at(R, experts, on, K: tl.constexpr):
     x = tl.load(R.x_ptr + experts, mask=on, other=NEG_INF).to(tl.float32)
     if R.noise_ptr is not None:
         x += tl.load(R.noise_ptr + experts, mask=on, other=0.0).to(tl.float32)
-    return x + 0.0  # -0.0 is 0.0
+    return x
 
 
 @triton.jit
