@@ -67,7 +67,7 @@ GRADIENTS = {
     "weights": (256, 8, {}, ("weights",), 40),
     "everything": (256, 8, LOSSES, ("weights", "aux_loss", "z_loss"), 56),
     "sigmoid": (256, 8, LOSSES | {"score": "sigmoid"}, ("weights", "dense", "aux_loss", "prob_sums"), 80),
-    "wide": (2304, 36, LOSSES, ("weights", "aux_loss", "z_loss"), 224),
+    "wide": (2304, 36, LOSSES, ("weights", "aux_loss", "z_loss"), 255),
 }
 
 

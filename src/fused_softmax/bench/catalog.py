@@ -46,7 +46,6 @@ OPERATIONS = {
     "sample_top_k_top_p": "sample, top-k 50 and top-p 0.9",
     "sample_min_p": "sample, min-p 0.05",
     "route": "a router's choice and weights",
-    "route_losses": "a router with both losses",
     "route_gradient": "a router with both losses, gradient",
     "attention": "attention, plain",
     "attention_gradient": "attention, plain, gradient",

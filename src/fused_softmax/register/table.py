@@ -248,7 +248,7 @@ OPERATORS = (
         gradient=routing_rules.route_gradient,
         public=route,
         reference=routing_reference.route,
-        bench=("route", "route_losses", "route_gradient"),
+        bench=("route", "route_gradient"),
     ),
     Operator(
         name="route_backward",

@@ -1,4 +1,4 @@
-"""A router as it is measured: the weights of the best experts, its losses, and its gradient."""
+"""A router as it is measured: the weights of the best experts, and the gradient of these and of both losses."""
 
 from collections.abc import Callable
 
@@ -62,11 +62,6 @@ def own_losses(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return out.weights, out.aux_loss, out.z_loss  # type: ignore[return-value]
 
 
-def loss(function: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], case: Case) -> Call:
-    """The aux loss, of a call that computes the z-loss and the weights too."""
-    return lambda x: function(x, k_of(case))[1].view(1)
-
-
 def gradient(function: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], case: Case) -> Call:
     """The gradient of some sum of the weights and of both losses, with the forward pass."""
 
@@ -96,16 +91,6 @@ ENTRIES = {
         held_bytes=lambda case: case.tensor_bytes + _weights_bytes(case),
         ceilings=lambda case: ceiling.reads(),
         parameters=lambda case: {"k": k_of(case)},
-        sample=_SAMPLE,
-    ),
-    "route_losses": Operation(
-        inputs=alone,
-        own=lambda case: loss(own_losses, case),
-        formula=lambda case: loss(balance, case),
-        held_bytes=lambda case: case.tensor_bytes + 4,
-        ceilings=lambda case: ceiling.reads(),
-        parameters=lambda case: {"k": k_of(case)},
-        whole=True,
         sample=_SAMPLE,
     ),
     "route_gradient": Operation(

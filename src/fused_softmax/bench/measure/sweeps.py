@@ -152,8 +152,8 @@ SWEEPS = {
         shapes="8x128256,256x128256,512x128256,512x262144",
     ),
     "router": Sweep(
-        "the weights of a router's best experts, with both losses, and the gradient of all with its forward pass",
-        dict.fromkeys(("route", "route_losses", "route_gradient"), BOTH),
+        "the weights of a router's best experts, and the gradient of these and of both losses with its forward pass",
+        dict.fromkeys(("route", "route_gradient"), BOTH),
         shapes="1x256,64x256,16384x64,16384x128,16384x256,16384x384,16384x512,8192x2304,131072x256",
     ),
     "attention": Sweep(

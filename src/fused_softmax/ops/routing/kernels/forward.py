@@ -146,9 +146,9 @@ def replayed(given_ptr, row, here, K: tl.constexpr):
     bad = in_lanes(0, tl.int32, K)
     for h in tl.static_range(HALVES):
         j = lanes() + h * LANES
-        id = tl.load(given_ptr + row[:, None] * K.k + j, mask=here[:, None] & (j < K.k), other=-1)
-        bad |= ((id < -1) | (id >= K.n_experts)).to(tl.int32)
-        ids = ids + (id.to(tl.int32),)  # noqa: RUF005  the compiler has no unpacking
+        given = tl.load(given_ptr + row[:, None] * K.k + j, mask=here[:, None] & (j < K.k), other=-1)
+        bad |= ((given < -1) | (given >= K.n_experts)).to(tl.int32)
+        ids = ids + (given.to(tl.int32),)  # noqa: RUF005  the compiler has no unpacking
     for turn in range(K.k):
         id = tl.load(given_ptr + row * K.k + turn, mask=here, other=-1).to(tl.int32)[:, None]
         for h in tl.static_range(HALVES):
