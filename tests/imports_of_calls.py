@@ -21,6 +21,7 @@ def calls():
     yield "divergence", lambda: fused_softmax.divergence(graded, x).backward()
     yield "attention", lambda: fused_softmax.attention(q.clone().requires_grad_(), k, k).sum().backward()
     yield "sample", lambda: fused_softmax.sample(x, 0.7, top_k=3, seed=1)
+    yield "route", lambda: fused_softmax.route(graded, 3, return_aux_loss=True).aux_loss.backward()
     yield "filters", lambda: fused_softmax.top_p_mask_logits(x, 0.5)
 
 

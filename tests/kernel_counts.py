@@ -41,6 +41,10 @@ def sample(n, **filters):
     return ours.sample(made(n, VOCABULARY), 0.7, seed=1, **filters)
 
 
+def route(n, grad=False, **options):
+    return ours.route(made(n, 256, grad=grad), 8, **options).weights
+
+
 def attention(length, grad=False, **options):
     q, k, v = (made(2, 8, length, 64, grad=grad) for _ in range(3))
     return ours.attention(q, k, v, deterministic=True, **options)
@@ -68,6 +72,8 @@ LISTS = {
     "divergence, of two passes": [lambda: divergence(4096, True, kind="jsd")],
     "T, batches": [lambda n=n: sample(n) for n in BATCHES],
     "top-k, batches": [lambda n=n: sample(n, top_k=50) for n in BATCHES],
+    "route, batches": [lambda n=n: route(n) for n in BATCHES],
+    "route, both passes": [lambda: route(4096, True, return_aux_loss=True)],
     "attention, lengths": [lambda n=n: attention(n, is_causal=True) for n in (1024, 2048, 4096, 8192)],
     "attention, both passes": [lambda: attention(2048, True, is_causal=True)],
     "decode, contexts": [lambda n=n: decode(n) for n in CONTEXTS],

@@ -36,8 +36,8 @@ GUARDS = {
     "shards_divergence": 24, "shards_dtensor": 16, "shards_fsdp": 24, "shards_in_disorder": 4, "shards_kept": 4,
     "shards_linear": 16, "shards_linear_log_prob": 24, "shards_linear_pairs": 24, "shards_log_prob": 24,
     "shards_log_prob_kept": 24, "shards_losses": 16, "shards_misuse": 1, "shards_of_calls": 24, "shards_of_eight": 4,
-    "shards_sampling": 24, "shards_seams": 16, "trace_attention": 1, "trace_notes": 8, "verify_kernels": 2, "warm": 1,
-    "without_triton": 1,
+    "shards_route": 8, "shards_sampling": 24, "shards_seams": 16, "trace_attention": 1, "trace_notes": 8,
+    "verify_kernels": 2, "warm": 1, "without_triton": 1,
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes an eighth as many again.
 ONE_IN = {
@@ -45,11 +45,10 @@ ONE_IN = {
     "attention_large_scores": 5, "attention_short": 6, "autocast": 6, "backward": 5, "bench": 3, "calls": 6,
     "classic": 3, "column_scores": 4, "cross_entropy": 4, "divergence": 5, "exact": 5, "flops": 3, "fp8": 12,
     "layouts": 8, "linear_by_classes": 16, "linear_outputs": 4, "log_prob": 4, "log_prob_kept": 6,
-    "logsumexp_gradients": 4,
-    "loss_defects": 3, "loss_given_lse": 5, "losses_seams": 6, "modes": 6, "neg_bit": 4, "no_gradient": 6, "no_room": 3,
-    "operators": 5, "out_overlaps": 4, "sample_kernels": 18, "sampling": 4, "sampling_boundaries": 4,
-    "sampling_first": 4, "sampling_gradients": 4, "sampling_options": 5, "sampling_penalties": 5,
-    "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
+    "logsumexp_gradients": 4, "loss_defects": 3, "loss_given_lse": 5, "losses_seams": 6, "modes": 6, "neg_bit": 4,
+    "no_gradient": 6, "no_room": 3, "operators": 5, "out_overlaps": 4, "route": 10, "route_kernels": 24,
+    "sample_kernels": 18, "sampling": 4, "sampling_boundaries": 4, "sampling_first": 4, "sampling_gradients": 4,
+    "sampling_options": 5, "sampling_penalties": 5, "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
 }  # fmt: skip
 
 # Of the cases that compile kernels for sm_90, one in so many; by the newest Triton half as many, for other GPUs a

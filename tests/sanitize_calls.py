@@ -13,10 +13,12 @@ from fused_softmax import (
     log_prob,
     log_softmax,
     logsumexp,
+    route,
     sample,
     softmax,
     speculative_sample,
 )
+from fused_softmax.ops.routing import reference as reference_routing
 from fused_softmax.ops.sampling import reference, verification
 
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the greatest element
@@ -56,6 +58,16 @@ def lists_of(x, n):
 def diverged(x):
     log_q, log_t = (torch.log_softmax(each, -1) for each in (x, x.detach().flip(0)))
     return F.kl_div(log_q, log_t, reduction="batchmean", log_target=True)
+
+
+def routed(of):
+    """Weights in the places of their experts, beside both losses."""
+
+    def call(x):
+        out = of(x, 4, dense=True, return_aux_loss=True, return_z_loss=True)
+        return out.dense + out.aux_loss + out.z_loss
+
+    return call
 
 
 def attended(of, name):
@@ -114,6 +126,8 @@ LOSSES = {
         attended(attention, "bias"), attended(F.scaled_dot_product_attention, "attn_mask"),
         [(2, 2, 130, 64), (2, 2, 70, 64), (2, 2, 70, 64), (2, 130, 70)],
     ),
+    "a router of few rows": (routed(route), routed(reference_routing.route), [(40, 300)]),
+    "a router of many rows": (routed(route), routed(reference_routing.route), [(1200, 64)]),
     "attention of short heads": (
         attended(attention, "bias"), attended(F.scaled_dot_product_attention, "attn_mask"),
         [(5, 2, 49, 32), (5, 2, 49, 32), (5, 2, 49, 32), (2, 49, 49)],

@@ -411,6 +411,7 @@ def test_what_autocast_leaves_alone_is_the_same_under_it(device, dtype):
         "top_k_renorm_probs": lambda: fused_softmax.top_k_renorm_probs(probabilities, 5),
         "top_p_renorm_probs": lambda: fused_softmax.top_p_renorm_probs(probabilities, 0.8),
         "penalize": lambda: fused_softmax.penalize(x, seen, 1.2, 0.1, 0.2),
+        "route": lambda: fused_softmax.route(x, 6, score="sigmoid", return_aux_loss=True, return_z_loss=True),
     }
     assert set(functions) - {"log_prob", "divergence"} == {
         name for name, rule in rules.TABLE.items() if rule == rules.Rule()

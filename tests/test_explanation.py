@@ -460,6 +460,7 @@ def sharded(group, x, target):
         )
         fused_softmax.top_k_mask_logits(rows, 3)
         fused_softmax.penalize(rows, distribute_tensor(target[:, None], mesh, [Shard(0)]), 1.5)
+        fused_softmax.route(rows, 2)
     return [(each.function, each.route, each.reason, each.depth) for each in explained]
 
 
@@ -481,6 +482,7 @@ def test_sharded_calls(ranks):
                     "top_k_mask_logits", "penalize",
                 )
             ],
+            ("route", "sharded", of_shards),
         ]  # fmt: skip
         assert ("softmax", 1) in [(each[0], each[3]) for each in found]
 

@@ -23,6 +23,8 @@ EXPECTED = {
     "divergence, of two passes": 1,
     "T, batches": 1,
     "top-k, batches": 2,
+    "route, batches": 1,
+    "route, both passes": 2,
     "attention, lengths": 2,
     "attention, both passes": 5,
     "decode, contexts": 6,

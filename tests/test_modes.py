@@ -106,6 +106,8 @@ SAMPLES = {
         fused_softmax.speculative_sample(i["x"].view(4, 3, 70), i["penalized"][:4, :2], seed=2).tokens
     ),
     "penalize": lambda i: fused_softmax.penalize(i["x"], i["penalized"], 1.2, 0.1, 0.3),
+    "route": lambda i: fused_softmax.route(i["x"], 4, n_groups=7, groups_kept=3, dense=True).dense,
+    "route, losses": lambda i: fused_softmax.route(i["x"], 4, return_aux_loss=True, sequence_length=6).aux_loss,
     "top_p_mask_logits": lambda i: fused_softmax.top_p_mask_logits(i["x"], 0.8),
     "top_k_renorm_probs": lambda i: fused_softmax.top_k_renorm_probs(i["x"].softmax(-1), 5),
 }

@@ -10,6 +10,7 @@ import fused_softmax
 from fused_softmax.bench.entries.operations import OPERATIONS
 from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.losses import reference as reference_losses
+from fused_softmax.ops.routing import reference as reference_routing
 from fused_softmax.ops.sampling import reference as reference_sampling
 from fused_softmax.ops.softmax import reference
 from fused_softmax.register.table import OPERATORS
@@ -157,6 +158,35 @@ def sampling_samples():
     }  # fmt: skip
 
 
+def routing_samples():
+    x, bias = logits(3, 8), torch.linspace(-0.1, 0.1, 8)
+    noise, mask = logits(3, 8, seed=1).detach(), torch.tensor([True, False, True])
+    ids = torch.tensor([[1, 0], [-1, 2], [5, 3]], dtype=torch.int32)
+    whole = (2, "sigmoid", True, bias, 4, 2, "top2", True, 2.5, noise, None, mask, True, True, True)
+    replay = (2, "softmax", False, None, 1, None, "top2", True, 1.0, None, ids, None, True)
+    m, of_scores = torch.zeros(3, 2) + 2, torch.ones(3, 3)
+    weights, counts, shares = ids / 8, torch.arange(8, dtype=torch.int32), torch.tensor([0.5, 1.0, 0.25])
+    of_sequences, of_each = counts.expand(3, 8).contiguous(), torch.tensor([0.5, 1.0, 0.25, 0.5, 1.0])
+    of_weights, of_losses = (weights, None, None, None, None), (None, bias, torch.tensor(2.0), torch.tensor(0.5), x * 1)
+    return {
+        "route": [
+            (x, 2),
+            (x, *whole),
+            (x, *whole, 1),
+            (x, *replay, False, False, None, False),
+            (x, 3, "softmax", True, None, 1, None, "top2", False),
+        ],
+        "route_backward": [
+            (x.detach(), weights, ids, m[:0], counts[:0], shares[:0], *of_weights, 2),
+            (x.detach(), weights, ids, of_scores, counts, shares, weights, *[each.detach() for each in of_losses[1:]],
+             *whole),
+            (x.detach(), weights, ids, of_scores, of_sequences, of_each, weights,
+             *[each.detach() for each in of_losses[1:]], *whole, 1),
+            (x.detach(), weights, ids, m, counts, shares, *of_weights, *replay),
+        ],
+    }  # fmt: skip
+
+
 def attention_samples():
     q, k, v, b = (logits(6, 8, seed=i).detach().view(3, 1, 2, 8).requires_grad_() for i in range(4))
     keep, sinks, slopes = torch.arange(2) > 0, torch.tensor([0.5]).requires_grad_(), torch.tensor([0.25])
@@ -185,7 +215,10 @@ def no_gradient_samples():
     }
 
 
-SAMPLES = softmax_samples() | loss_samples() | sampling_samples() | attention_samples() | no_gradient_samples()
+SAMPLES = (
+    softmax_samples() | loss_samples() | sampling_samples() | routing_samples() | attention_samples()
+    | no_gradient_samples()
+)  # fmt: skip
 
 
 def samples(name, device):
@@ -296,7 +329,7 @@ def test_the_public_functions_are_those_of_the_table():
     assert set(PUBLIC) == BY_NAME.keys() & set(fused_softmax.__all__)
     for name in PUBLIC:
         assert BY_NAME[name].public is getattr(fused_softmax, name)
-        homes = reference, reference_losses, reference_sampling, reference_attention
+        homes = reference, reference_losses, reference_routing, reference_sampling, reference_attention
         assert BY_NAME[name].reference in [getattr(home, name, None) for home in homes]
 
 
@@ -341,7 +374,7 @@ def public_samples(device):
     }
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name != "route"])  # which takes no float64
 def test_the_public_function_agrees_with_its_reference_in_float64(name, device):
     for arguments, options in public_samples(device)[name]:
         found = []

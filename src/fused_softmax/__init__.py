@@ -31,6 +31,7 @@ __all__ = [
     "CrossEntropyOutput",
     "LogProbOutput",
     "LogProbStats",
+    "RouteOutput",
     "SampleOutput",
     "SpeculativeOutput",
     "TokenStats",
@@ -50,6 +51,7 @@ __all__ = [
     "min_p_mask_logits",
     "nn",
     "penalize",
+    "route",
     "sample",
     "softmax",
     "speculative_sample",
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from fused_softmax.ops.losses.linear_log_prob import linear_log_prob
     from fused_softmax.ops.losses.log_prob import LogProbOutput, LogProbStats, log_prob
     from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats
+    from fused_softmax.ops.routing.route import RouteOutput, route
     from fused_softmax.ops.sampling.filters import (
         min_p_mask_logits,
         penalize,
@@ -101,6 +104,7 @@ else:
         "ops.losses.linear_log_prob": ("linear_log_prob",),
         "ops.losses.log_prob": ("LogProbOutput", "LogProbStats", "log_prob"),
         "ops.softmax.logsumexp": ("logsumexp",),
+        "ops.routing.route": ("RouteOutput", "route"),
         "ops.sampling.sample": ("SampleOutput", "sample"),
         "ops.sampling.speculative": ("SpeculativeOutput", "speculative_sample"),
         "ops.sampling.filters": (

@@ -30,6 +30,7 @@ from fused_softmax.ops.losses import (
     linear_pairs,
     log_prob,
 )
+from fused_softmax.ops.routing import route as routing
 from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.ops.sampling import speculative
@@ -64,6 +65,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (linear_divergence, "_linear_divergence", "linear_divergence", None),
     (linear_divergence, "_of_shards", "linear_divergence", _OVER_A_GROUP),
     (attention, "_attention", "attention", None),
+    (routing, "_route", "route", None),
     (sampling, "_sample", "sample", None),
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),
     (speculative, "_speculative", "speculative_sample", None),

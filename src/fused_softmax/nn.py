@@ -15,6 +15,7 @@ from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.losses.linear_divergence import linear_divergence
 from fused_softmax.ops.losses.linear_log_prob import linear_log_prob
 from fused_softmax.ops.losses.log_prob import LogProbOutput
+from fused_softmax.ops.routing.route import RouteOutput, route
 from fused_softmax.ops.softmax.scores import MaskedRows
 from fused_softmax.ops.softmax.softmax import log_softmax, softmax
 
@@ -255,6 +256,66 @@ class LinearDivergence(_OfFunction):
             input, self.linear_weight, target_input, target_weight, linear_bias=self.linear_bias,
             target_bias=target_bias, weight=weight, **self.options,
         )  # fmt: skip
+
+
+class Router(_OfLayer):
+    """A linear layer and the experts that its outputs choose, by `fused_softmax.route`.
+
+    in_features, num_experts: the layer's. Its parameters are linear_weight [num_experts, in_features] and, with bias,
+        linear_bias [num_experts], initialised like torch.nn.Linear's.
+    k: how many experts a row goes to.
+    choice_bias: whether there is a buffer of that name, float32 [num_experts] and 0 at first, which every call passes
+        as the function's bias. Whoever balances experts without a loss changes it after each step, by `counts`.
+    options: arguments of the function, passed in every call.
+    device, dtype: of the parameters. An input of another dtype is cast to theirs, so float32 makes float32 logits of
+        bf16 hidden states.
+
+    Call it with the input [..., in_features] and, by keyword, noise [..., num_experts], indices [..., k] or row_mask
+    [...]. It returns what the function returns, and raises its errors; an unknown option raises TypeError.
+
+    >>> Router(2048, 128, 8, return_aux_loss=True)(hidden).weights  # [4, 1024, 2048] to [4, 1024, 8]
+    """
+
+    choice_bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        k: int,
+        *,
+        bias: bool = False,
+        choice_bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, num_experts, bias, device, dtype)
+        self.k, self.options = k, _known(options, route)
+        of_call = {"bias", "noise", "indices", "row_mask"} & options.keys()
+        if of_call:
+            raise TypeError(f"Router takes no {sorted(of_call)[0]} of every call")
+        of_experts = torch.zeros(num_experts, device=device, dtype=torch.float32) if choice_bias else None
+        self.register_buffer("choice_bias", of_experts)
+
+    def forward(
+        self,
+        input: Tensor,
+        *,
+        noise: Tensor | None = None,
+        indices: Tensor | None = None,
+        row_mask: Tensor | None = None,
+    ) -> RouteOutput:
+        logits = torch.nn.functional.linear(input.to(self.linear_weight.dtype), self.linear_weight, self.linear_bias)
+        return route(
+            logits, self.k, bias=self.choice_bias, noise=noise, indices=indices, row_mask=row_mask, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        n_experts, in_features = self.linear_weight.shape
+        said = [f"in_features={in_features}", f"num_experts={n_experts}", f"k={self.k}"]
+        said += [f"bias={self.linear_bias is not None}", f"choice_bias={self.choice_bias is not None}"]
+        return ", ".join(said + [f"{name}={value!r}" for name, value in self.options.items()])
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):

@@ -41,6 +41,7 @@ TABLE = {
     "top_k_renorm_probs": _NOTHING,
     "top_p_renorm_probs": _NOTHING,
     "penalize": _NOTHING,
+    "route": _NOTHING,
 }
 
 

@@ -23,6 +23,9 @@ from fused_softmax.ops.losses.divergence import divergence
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.losses.linear_divergence import linear_divergence
 from fused_softmax.ops.losses.log_prob import log_prob
+from fused_softmax.ops.routing import operators as routing_rules
+from fused_softmax.ops.routing import reference as routing_reference
+from fused_softmax.ops.routing.route import route
 from fused_softmax.ops.sampling import operators as sampling_rules
 from fused_softmax.ops.sampling import reference as reference_sampling
 from fused_softmax.ops.sampling.sample import sample
@@ -235,6 +238,23 @@ OPERATORS = (
             "sample_min_p",
         ),
         recordings=("draw",),
+    ),
+    Operator(
+        name="route",
+        schema=routing_rules.ROUTE,
+        run=routing_rules.route,
+        fake=routing_rules.fake_route,
+        save=routing_rules.save_route,
+        gradient=routing_rules.route_gradient,
+        public=route,
+        reference=routing_reference.route,
+        bench=("route", "route_gradient"),
+    ),
+    Operator(
+        name="route_backward",
+        schema=routing_rules.BACKWARD,
+        run=routing_rules.route_backward,
+        fake=routing_rules.fake_route_backward,
     ),
     Operator(
         name="attention",

@@ -151,6 +151,11 @@ SWEEPS = {
         dict.fromkeys(FILTERS, BOTH),
         shapes="8x128256,256x128256,512x128256,512x262144",
     ),
+    "router": Sweep(
+        "the weights of a router's best experts, and the gradient of these and of both losses with its forward pass",
+        dict.fromkeys(("route", "route_gradient"), BOTH),
+        shapes="1x256,64x256,16384x64,16384x128,16384x256,16384x384,16384x512,8192x2304,131072x256",
+    ),
     "attention": Sweep(
         "attention, plain, causal, with a bias, a softcap, sinks and a window, and one query; forward and gradient",
         dict.fromkeys(KINDS, ("bfloat16",)),

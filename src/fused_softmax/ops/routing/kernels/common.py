@@ -1,0 +1,178 @@
+"""What the kernels of a router share: rows as tiles of experts, scores, and keys that sort as numbers do."""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.state import LOG2E, NEG_INF
+from fused_softmax.ops.routing.kernels import spec
+
+LANES = tl.constexpr(spec.LANES)
+LIST = tl.constexpr(spec.LIST)
+FAR = tl.constexpr(-60.0)  # from where on a score is a power of exp(x) to the last bit
+LEAST = tl.constexpr(-150.0)  # the logarithm to base 2 of half the least number of float32
+
+
+@triton.jit
+def lanes():
+    return tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def in_lanes(value, DTYPE: tl.constexpr, K: tl.constexpr):
+    """One value [K.rows, LANES]."""
+    ROWS: tl.constexpr = K.rows
+    return tl.full([ROWS, LANES], value, DTYPE)
+
+
+@triton.jit
+def of_each(value, DTYPE: tl.constexpr, K: tl.constexpr):
+    """One value [K.rows]."""
+    ROWS: tl.constexpr = K.rows
+    return tl.full([ROWS], value, DTYPE)
+
+
+@triton.jit
+def experts_of(FIRST: tl.constexpr, STACKED: tl.constexpr, K: tl.constexpr):
+    """The experts [STACKED, 1, LANES] of a tile, and which of them are there."""
+    tile = FIRST + LIST * tl.arange(0, STACKED)[:, None, None]
+    within = tile % K.group_tiles * LANES + tl.arange(0, LANES)[None, None, :]
+    return tile // K.group_tiles * K.group_size + within, within < K.group_size
+
+
+@triton.jit
+def logits_at(R, experts, on, K: tl.constexpr):
+    """Logits with their noise, float32, of `R.row` in the shape of its pointers; -inf where not `on`."""
+    x = tl.load(R.x_ptr + experts, mask=on, other=NEG_INF).to(tl.float32)
+    if R.noise_ptr is not None:
+        x += tl.load(R.noise_ptr + experts, mask=on, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def tiles_of(R, K: tl.constexpr):
+    """The logits of rows, tile by tile: R's pointers are [1, rows, 1]."""
+    N_CHUNKS: tl.constexpr = K.n_chunks
+    CHUNKS: tl.constexpr = K.chunks
+    tiles = ()
+    for c in tl.static_range(N_CHUNKS):
+        tiles = tiles + logits_of_chunk(R, CHUNKS[3 * c], CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], K)
+    return tiles
+
+
+@triton.jit
+def logits_of_chunk(R, FIRST: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.constexpr, K: tl.constexpr):
+    tiles = ()
+    for t in tl.static_range(LENGTH):
+        experts, there = experts_of(FIRST + t, STACKED, K)
+        tiles = tiles + (logits_at(R, experts, R.on & there, K),)  # noqa: RUF005  the compiler has no unpacking
+    return tiles
+
+
+@triton.jit
+def greatest_of(tiles):
+    """The greatest of each row."""
+    greatest = tl.max(tiles[0], axis=0)
+    for t in tl.static_range(1, len(tiles)):
+        greatest = tl.maximum(greatest, tl.max(tiles[t], axis=0))
+    return tl.max(greatest, axis=1)
+
+
+@triton.jit
+def total_of(tiles):
+    """The sum of each row."""
+    total = tl.sum(tiles[0], axis=0)
+    for t in tl.static_range(1, len(tiles)):
+        total += tl.sum(tiles[t], axis=0)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def along_lanes(ids):
+    """Ids [rows, LANES], of which the compiler keeps a row in the lanes of a warp where it reads or writes at them.
+
+    It spreads threads along the dim that it takes to lie together. A thread has one id, so nothing else follows of it.
+    """
+    return tl.max_contiguous(ids.to(tl.int64), [1, 2])
+
+
+@triton.jit
+def over_tiles(of_rows):
+    """A number of each row, to stand beside tiles."""
+    return of_rows[None, :, None]
+
+
+@triton.jit
+def weights_of(tiles, m):
+    """exp(x - m) of all tiles."""
+    m = over_tiles(m)
+    weights = ()
+    for t in tl.static_range(len(tiles)):
+        weights = weights + (tl.exp(tiles[t] - m),)  # noqa: RUF005
+    return weights
+
+
+@triton.jit
+def sortable(x):
+    """int32 that sort as float32 do, or these of those."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def number_of(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sigmoid(x):
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), to the last bits also where that is small (log1p of W. Kahan's)."""
+    e = tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    rest = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(x, 0.0) + rest
+
+
+@triton.jit
+def score_of(x, K: tl.constexpr):
+    """The score of one logit by itself."""
+    if K.score == "sigmoid":
+        return sigmoid(x)
+    else:
+        return tl.sqrt(softplus(x))
+
+
+@triton.jit
+def score_beside(x, top, K: tl.constexpr):
+    """Scores over a factor that all of a row share: 1, or where its greatest logit `top` is far below 0, top's."""
+    faded = tl.where(top == NEG_INF, 0.0, tl.exp((x - top) * K.half))
+    return tl.where(top < FAR, faded, score_of(x, K))
+
+
+@triton.jit
+def slope_beside(x, top, K: tl.constexpr):
+    """The derivative of a score, over the same factor."""
+    s = score_beside(x, top, K)
+    if K.score == "sigmoid":
+        slope = s * sigmoid(-x)
+    else:
+        slope = tl.where(s > 0, sigmoid(x) / (2.0 * s), 0.0)
+    return tl.where(top < FAR, K.half * s, slope)
+
+
+@triton.jit
+def is_some(total, top, K: tl.constexpr):
+    """Whether a sum of `score_beside` stands for more than 0 of float32."""
+    log = tl.log2(total) + tl.where(top < FAR, top * (K.half * LOG2E), 0.0)
+    return (total > 0) & (log > LEAST)
+
+
+@triton.jit
+def over(total, some):
+    """1 / total of rows that have some; else 0."""
+    return tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)

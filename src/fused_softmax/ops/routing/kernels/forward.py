@@ -1,0 +1,224 @@
+"""Which experts rows go to, their weights, and in the same launch counts, sums of probabilities and both losses.
+
+    m = max x, s = sum exp(x - m), p = exp(x - m) / s
+    ids the k best of x, or of score + bias; weight = score[ids] / sum score[ids] * scale
+    aux = n_experts * sum(count * sum p) / (n ** 2 * k), z = sum (m + log s) ** 2 / n
+
+Traffic: logits are read once, and 8 bytes are written for each choice. For the sums a program reads its own rows a
+second time, which its multiprocessor still has.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.state import LOG2E, NEG_INF
+from fused_softmax.ops.routing.kernels.choice import choose, number_found, numbers_of
+from fused_softmax.ops.routing.kernels.common import (
+    LANES,
+    LEAST,
+    along_lanes,
+    greatest_of,
+    in_lanes,
+    is_some,
+    lanes,
+    logits_at,
+    of_each,
+    over,
+    score_beside,
+    score_of,
+    tiles_of,
+    total_of,
+    weights_of,
+)
+from fused_softmax.ops.routing.kernels.dense import write_zeros
+from fused_softmax.ops.routing.kernels.spec import Given, Sums
+from fused_softmax.ops.routing.kernels.sums import add_rows
+
+
+@triton.jit(do_not_specialize=[
+    "x_row_stride", "noise_row_stride", "dense_row_stride", "length", "n_parts", "part_rows", "n_sequences"
+])  # fmt: skip
+def _route(
+    x_ptr, bias_ptr, noise_ptr, given_ptr, mask_ptr, weights_ptr, indices_ptr, dense_ptr, states_ptr, slots_ptr,
+    all_ptr, squares_ptr, balances_ptr, shares_ptr, of_sequences_ptr, counts_ptr, prob_sums_ptr, aux_loss_ptr,
+    z_loss_ptr, x_row_stride, noise_row_stride, dense_row_stride, length, n_parts, part_rows, n_sequences, n_turns,
+    scale, unit, K: tl.constexpr,
+):  # fmt: skip
+    """A part of a sequence's rows; without sequences all rows are one."""
+    program = tl.program_id(0)
+    sequence, part = program // n_parts, program % n_parts
+    first = sequence.to(tl.int64) * length + part * part_rows
+    end = tl.minimum(first + part_rows, (sequence + 1).to(tl.int64) * length)
+    for at in range(first, end, K.rows):
+        route_rows(
+            x_ptr, bias_ptr, noise_ptr, given_ptr, mask_ptr, weights_ptr, indices_ptr, dense_ptr, states_ptr,
+            x_row_stride, noise_row_stride, dense_row_stride, at, end, n_turns, scale, K,
+        )  # fmt: skip
+    if K.sums:
+        tl.debug_barrier()  # what all threads wrote of these rows is read again
+        S = Sums(
+            slots_ptr, all_ptr, squares_ptr, balances_ptr, shares_ptr, of_sequences_ptr, counts_ptr, prob_sums_ptr,
+            aux_loss_ptr, z_loss_ptr, unit,
+        )  # fmt: skip
+        add_rows(
+            x_ptr, noise_ptr, indices_ptr, states_ptr, x_row_stride, noise_row_stride, first, end, sequence, n_parts,
+            n_sequences, S, K,
+        )  # fmt: skip
+
+
+@triton.jit
+def route_rows(
+    x_ptr, bias_ptr, noise_ptr, given_ptr, mask_ptr, weights_ptr, indices_ptr, dense_ptr, states_ptr, x_row_stride,
+    noise_row_stride, dense_row_stride, first, end, n_turns, scale, K: tl.constexpr,
+):  # fmt: skip
+    """K.rows rows from `first` on, as many as there are before the end."""
+    HALVES: tl.constexpr = K.halves
+    row = first + tl.arange(0, K.rows)
+    here = row < end
+    R = Given(
+        x_ptr + (row * x_row_stride)[None, :, None],
+        None if noise_ptr is None else noise_ptr + (row * noise_row_stride)[None, :, None],
+        x_row_stride, noise_row_stride, row, here[None, :, None],
+    )  # fmt: skip
+    tiles = tiles_of(R, K)
+    valid = here & is_row_of_numbers(tiles, K)
+    if mask_ptr is not None:
+        valid &= tl.load(mask_ptr + row, mask=here, other=0) != 0
+    m, total = of_each(0, tl.float32, K), of_each(1.0, tl.float32, K)
+    of_scores = total
+    if K.compares_all:
+        m = greatest_of(tiles)
+        if K.totals:
+            total = total_of(weights_of(tiles, tl.where(m == NEG_INF, 0.0, m)))
+        if states_ptr is not None and not K.by_softmax:
+            of_scores = total_of_scores(tiles, m, K)
+    wrong = of_each(0, tl.int32, K) == 1
+    if given_ptr is None:
+        found, ids, ordered = choose(tiles, m, total, bias_ptr, n_turns, K)
+        valid &= ordered
+        x = numbers_of(found, K)
+        if not K.compares_all:
+            m = number_found(tl.max(found[0], axis=1), K)
+    else:
+        ids, wrong = replayed(given_ptr, row, here, K)
+        x = ids
+    valid &= (m > NEG_INF) & (m < float("inf"))
+    wrong &= valid
+    valid &= wrong == 0
+    ids = taken_of(ids, valid, K)
+    if K.elsewhere:
+        x = logits_of_taken(x_ptr, noise_ptr, x_row_stride, noise_row_stride, row, ids, K)
+    weights = weights_of_taken(x, ids, m, total, scale, K)
+    if dense_ptr is not None:
+        write_zeros(dense_ptr, dense_row_stride, row, here, tl.where(wrong, float("nan"), 0.0), K)
+        tl.debug_barrier()  # the zeros of all threads come before the weights
+    for h in tl.static_range(HALVES):
+        j = lanes() + h * LANES
+        at = row[:, None] * K.k + j
+        there = here[:, None] & (j < K.k)
+        weight = tl.where(wrong[:, None], float("nan"), weights[h])
+        tl.store(weights_ptr + at, weight, mask=there)
+        tl.store(indices_ptr + at, ids[h], mask=there)
+        if dense_ptr is not None:
+            taken = there & (ids[h] >= 0)
+            tl.store(dense_ptr + row[:, None] * dense_row_stride + along_lanes(ids[h]), weight, mask=taken)
+    if states_ptr is not None:
+        states_ptr += row * K.states
+        tl.store(states_ptr, tl.where(valid, m, 0.0), mask=here)
+        tl.store(states_ptr + 1, tl.where(valid, total, 0.0), mask=here)
+        if not K.by_softmax:
+            tl.store(states_ptr + 2, tl.where(valid, of_scores, 0.0), mask=here)
+
+
+@triton.jit
+def is_row_of_numbers(tiles, K: tl.constexpr):
+    bad = in_lanes(0, tl.int32, K)
+    for t in tl.static_range(len(tiles)):
+        bad |= tl.max((tiles[t] != tiles[t]).to(tl.int32), axis=0)
+    return tl.max(bad, axis=1) == 0
+
+
+@triton.jit
+def replayed(given_ptr, row, here, K: tl.constexpr):
+    """The ids that are given, and whether one is no expert, or is there twice."""
+    HALVES: tl.constexpr = K.halves
+    ids = ()
+    bad = in_lanes(0, tl.int32, K)
+    for h in tl.static_range(HALVES):
+        j = lanes() + h * LANES
+        given = tl.load(given_ptr + row[:, None] * K.k + j, mask=here[:, None] & (j < K.k), other=-1)
+        bad |= ((given < -1) | (given >= K.n_experts)).to(tl.int32)
+        ids = ids + (given.to(tl.int32),)  # noqa: RUF005  the compiler has no unpacking
+    for turn in range(K.k):
+        id = tl.load(given_ptr + row * K.k + turn, mask=here, other=-1).to(tl.int32)[:, None]
+        for h in tl.static_range(HALVES):
+            bad |= ((ids[h] == id) & (id >= 0) & (lanes() + h * LANES != turn)).to(tl.int32)
+    return ids, tl.max(bad, axis=1) == 1
+
+
+@triton.jit
+def taken_of(ids, valid, K: tl.constexpr):
+    """-1 of rows that are not valid, and past the K.k places."""
+    HALVES: tl.constexpr = K.halves
+    taken = ()
+    for h in tl.static_range(HALVES):
+        there = valid[:, None] & (lanes() + h * LANES < K.k)
+        taken = taken + (tl.where(there, tl.maximum(ids[h], -1), -1),)  # noqa: RUF005
+    return taken
+
+
+@triton.jit
+def logits_of_taken(x_ptr, noise_ptr, x_row_stride, noise_row_stride, row, ids, K: tl.constexpr):
+    HALVES: tl.constexpr = K.halves
+    R = Given(
+        x_ptr + (row * x_row_stride)[:, None],
+        None if noise_ptr is None else noise_ptr + (row * noise_row_stride)[:, None],
+        x_row_stride, noise_row_stride, row, row,
+    )  # fmt: skip
+    x = ()
+    for h in tl.static_range(HALVES):
+        x = x + (logits_at(R, along_lanes(ids[h]), ids[h] >= 0, K),)  # noqa: RUF005
+    return x
+
+
+@triton.jit
+def weights_of_taken(x, ids, m, total, scale, K: tl.constexpr):
+    """The weights [rows, LANES] of logits x of each half."""
+    HALVES: tl.constexpr = K.halves
+    top = of_each(NEG_INF, tl.float32, K)
+    for h in tl.static_range(HALVES):
+        top = tl.maximum(top, tl.max(tl.where(ids[h] >= 0, x[h], NEG_INF), axis=1))
+    scores = ()
+    sum_of_scores = of_each(0, tl.float32, K)
+    for h in tl.static_range(HALVES):
+        if not K.by_softmax:
+            score = score_beside(x[h], top[:, None], K) if K.renormalize else score_of(x[h], K)
+        elif K.alone:
+            score = tl.where(top[:, None] == NEG_INF, 0.0, tl.exp(x[h] - top[:, None]))
+        else:
+            score = tl.exp(x[h] - m[:, None]) / total[:, None]
+        score = tl.where(ids[h] >= 0, score, 0.0)
+        scores = scores + (score,)  # noqa: RUF005
+        sum_of_scores += tl.sum(score, axis=1)
+    factor = of_each(0, tl.float32, K) + scale
+    if K.alone:
+        some = sum_of_scores > 0
+        if K.score_first and K.elsewhere:
+            some &= tl.log2(sum_of_scores) + (top - m) * LOG2E - tl.log2(total) > LEAST
+        factor *= over(sum_of_scores, some)
+    elif K.renormalize:
+        factor *= over(sum_of_scores, is_some(sum_of_scores, top, K))
+    weights = ()
+    for h in tl.static_range(HALVES):
+        weights = weights + (scores[h] * factor[:, None],)  # noqa: RUF005
+    return weights
+
+
+@triton.jit
+def total_of_scores(tiles, m, K: tl.constexpr):
+    """The sum of `score_beside` of all experts; inf where it stands for 0."""
+    scores = ()
+    for t in tl.static_range(len(tiles)):
+        scores = scores + (score_beside(tiles[t], m[None, :, None], K),)  # noqa: RUF005
+    total = total_of(scores)
+    return tl.where(is_some(total, m, K), total, float("inf"))

@@ -1,0 +1,186 @@
+"""What rows add up to: counts, probabilities and both losses, the same bits in whatever order programs end.
+
+Programs add integers, which have no order: counts, and probabilities in units of 1 / unit. A ticket tells which program
+is the last of its sequence, and of all; it finishes the sums, and leaves the slots of all as they were, at 0.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.core.kernels.state import NEG_INF
+from fused_softmax.ops.routing.kernels import spec
+from fused_softmax.ops.routing.kernels.common import score_beside
+
+# Beside the slots of experts: rows that are routed, programs or sequences that are done, sequences with such a row.
+ROWS_AT, DONE_AT, SEQUENCES_AT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BESIDE = tl.constexpr(spec.BESIDE)
+ADDED = tl.constexpr(256)  # numbers of programs or sequences that are added at a time
+
+
+@triton.jit
+def add_rows(
+    x_ptr, noise_ptr, indices_ptr, states_ptr, x_row_stride, noise_row_stride, first, end, sequence, n_parts,
+    n_sequences, S, K: tl.constexpr,
+):  # fmt: skip
+    """Add the rows [first, end) of a sequence, whose states and indices this program has written."""
+    SUM_ROWS: tl.constexpr = K.sum_rows
+    SUM_COLS: tl.constexpr = K.sum_cols
+    # Of each sequence: probabilities and counts of all experts, and three numbers beside them.
+    slots_ptr = S.slots_ptr + sequence.to(tl.int64) * (2 * K.n_experts + BESIDE)
+    for block in range(0, K.n_experts, K.sum_cols):
+        expert = block + tl.arange(0, K.sum_cols)
+        there = expert < K.n_experts
+        probs = tl.zeros([SUM_ROWS, SUM_COLS], tl.float32)
+        for at in range(first, end, K.sum_rows):
+            probs += probs_of(x_ptr, noise_ptr, states_ptr, x_row_stride, noise_row_stride, at, end, expert, there, K)
+        units = (tl.sum(probs, axis=0) * S.unit).to(tl.int64)
+        tl.atomic_add(slots_ptr + expert, units, mask=there, sem="relaxed")
+        count = counts_of(indices_ptr, first, end, block, K)
+        tl.atomic_add(slots_ptr + K.n_experts + expert, count.to(tl.int64), mask=there, sem="relaxed")
+    n, squares = routed_of(states_ptr, first, end, K)
+    beside_ptr = slots_ptr + 2 * K.n_experts
+    tl.atomic_add(beside_ptr + ROWS_AT, n, sem="relaxed")
+    if S.squares_ptr is not None:
+        tl.store(S.squares_ptr + tl.program_id(0), squares)
+    tl.debug_barrier()  # whoever draws the ticket releases what all threads have added
+    if tl.atomic_add(beside_ptr + DONE_AT, 1, sem="acq_rel") == n_parts - 1:
+        n = tl.load(beside_ptr + ROWS_AT, volatile=True)
+        if K.sequences:
+            finish_sequence(slots_ptr, sequence, n, n_sequences, S, K)
+        else:
+            tl.store(S.shares_ptr + 2, (1.0 / norm_of(n, K)).to(tl.float32))
+            aux_loss = finish_counts(slots_ptr, S, K) / norm_of(n, K)
+            finish_losses(aux_loss, n, tl.full([], 1, tl.int64), slots_ptr, S, K)
+
+
+@triton.jit
+def probs_of(x_ptr, noise_ptr, states_ptr, x_row_stride, noise_row_stride, at, end, expert, there, K: tl.constexpr):
+    """The probabilities of some experts of rows, [K.sum_rows, K.sum_cols]; 0 of a row that is not routed."""
+    row = at + tl.arange(0, K.sum_rows)
+    here = row < end
+    m = tl.load(states_ptr + row * K.states, mask=here, other=0.0)
+    total = tl.load(states_ptr + row * K.states + 1, mask=here, other=0.0)
+    on = (here & (total > 0))[:, None] & there[None, :]
+    if K.aligned:
+        x_row_stride = (
+            x_row_stride // 8 * 8
+        )  # the compiler knows nothing of it, for tiles are not to be read in vectors
+    x = tl.load(x_ptr + (row * x_row_stride)[:, None] + expert[None, :], mask=on, other=NEG_INF).to(tl.float32)
+    if noise_ptr is not None:
+        noise = tl.load(noise_ptr + (row * noise_row_stride)[:, None] + expert[None, :], mask=on, other=0.0)
+        x += noise.to(tl.float32)
+    if K.by_softmax:
+        share = 1.0 / tl.where(total > 0, total, 1.0)
+        return tl.exp(x - m[:, None]) * share[:, None]
+    else:
+        of_scores = tl.load(states_ptr + row * K.states + 2, mask=here, other=1.0)
+        share = 1.0 / tl.where(of_scores > 0, of_scores, 1.0)
+        return tl.where(on, score_beside(x, m[:, None], K) * share[:, None], 0.0)
+
+
+@triton.jit
+def counts_of(indices_ptr, first, end, block, K: tl.constexpr):
+    """How many choices of rows [first, end) are each of the experts from `block` on, int32 [K.sum_cols]."""
+    SUM_COLS: tl.constexpr = K.sum_cols
+    counts = tl.zeros([SUM_COLS], tl.int32)
+    for at in range(first * K.k, end * K.k, K.sum_ids):
+        j = at + tl.arange(0, K.sum_ids)
+        id = tl.load(indices_ptr + j, mask=j < end * K.k, other=-1) - block
+        counts += tl.histogram(id, SUM_COLS, mask=(id >= 0) & (id < K.sum_cols))
+    return counts
+
+
+@triton.jit
+def routed_of(states_ptr, first, end, K: tl.constexpr):
+    """(how many of the rows [first, end) are routed, int64; the sum of their squares of m + log s)."""
+    SUM_ROWS: tl.constexpr = K.sum_rows
+    n = tl.zeros([SUM_ROWS], tl.int64)
+    squares = tl.zeros([SUM_ROWS], tl.float32)
+    for at in range(first, end, K.sum_rows):
+        row = at + tl.arange(0, K.sum_rows)
+        m = tl.load(states_ptr + row * K.states, mask=row < end, other=0.0)
+        total = tl.load(states_ptr + row * K.states + 1, mask=row < end, other=0.0)
+        lse = m + tl.log(tl.where(total > 0, total, 1.0))
+        n += (total > 0).to(tl.int64)
+        squares += tl.where(total > 0, lse * lse, 0.0)
+    return tl.sum(n, axis=0), tl.sum(squares, axis=0)
+
+
+@triton.jit
+def norm_of(n, K: tl.constexpr):
+    """n ** 2 * k / n_experts of n rows, float64, by which a sum of count * sum p is the loss; 1 of none."""
+    rows = tl.maximum(n, 1).to(tl.float64)
+    return rows * rows * K.k / K.n_experts
+
+
+@triton.jit
+def added_in(slots_ptr, expert, K: tl.constexpr):
+    """What programs have added of some experts: probabilities in units, and counts."""
+    there = expert < K.n_experts
+    units = tl.load(slots_ptr + expert, mask=there, other=0, volatile=True)
+    return units, tl.load(slots_ptr + K.n_experts + expert, mask=there, other=0, volatile=True)
+
+
+@triton.jit
+def finish_sequence(slots_ptr, sequence, n, n_sequences, S, K: tl.constexpr):
+    """Add a sequence of n rows to all. The last of these finishes them."""
+    loss = tl.zeros([], tl.float64)
+    for block in range(0, K.n_experts, K.sum_cols):
+        expert = block + tl.arange(0, K.sum_cols)
+        there = expert < K.n_experts
+        units, count = added_in(slots_ptr, expert, K)
+        at = sequence.to(tl.int64) * K.n_experts + expert
+        tl.store(S.of_sequences_ptr + at, count.to(tl.int32), mask=there)
+        tl.atomic_add(S.all_ptr + expert, units, mask=there, sem="relaxed")
+        tl.atomic_add(S.all_ptr + K.n_experts + expert, count, mask=there, sem="relaxed")
+        loss += tl.sum(units.to(tl.float64) / S.unit * count.to(tl.float64), axis=0)
+    tl.store(S.balances_ptr + sequence, loss / norm_of(n, K))
+    tl.store(S.shares_ptr + 2 + sequence, (1.0 / norm_of(n, K)).to(tl.float32))
+    beside_ptr = S.all_ptr + 2 * K.n_experts
+    tl.atomic_add(beside_ptr + ROWS_AT, n, sem="relaxed")
+    tl.atomic_add(beside_ptr + SEQUENCES_AT, (n > 0).to(tl.int64), sem="relaxed")
+    tl.debug_barrier()
+    if tl.atomic_add(beside_ptr + DONE_AT, 1, sem="acq_rel") == n_sequences - 1:
+        finish_counts(S.all_ptr, S, K)
+        n_counted = tl.load(beside_ptr + SEQUENCES_AT, volatile=True)
+        balances = tl.zeros([ADDED], tl.float64)
+        for first in range(0, n_sequences, ADDED):
+            j = first + tl.arange(0, ADDED)
+            balances += tl.load(S.balances_ptr + j, mask=j < n_sequences, other=0.0, volatile=True)
+        aux_loss = tl.sum(balances, axis=0) / tl.maximum(n_counted, 1).to(tl.float64)
+        finish_losses(aux_loss, tl.load(beside_ptr + ROWS_AT, volatile=True), n_counted, S.all_ptr, S, K)
+
+
+@triton.jit
+def finish_counts(slots_ptr, S, K: tl.constexpr):
+    """Write counts and sums of probabilities, leave 0 in their slots, and return the sum of count * sum p."""
+    loss = tl.zeros([], tl.float64)
+    for block in range(0, K.n_experts, K.sum_cols):
+        expert = block + tl.arange(0, K.sum_cols)
+        there = expert < K.n_experts
+        units, count = added_in(slots_ptr, expert, K)
+        probs = units.to(tl.float64) / S.unit
+        tl.store(S.counts_ptr + expert, count.to(tl.int32), mask=there)
+        tl.store(S.prob_sums_ptr + expert, probs.to(tl.float32), mask=there)
+        tl.store(slots_ptr + expert, tl.zeros(expert.shape, tl.int64), mask=there)
+        tl.store(slots_ptr + K.n_experts + expert, tl.zeros(expert.shape, tl.int64), mask=there)
+        loss += tl.sum(probs * count.to(tl.float64), axis=0)
+    return loss
+
+
+@triton.jit
+def finish_losses(aux_loss, n, n_counted, slots_ptr, S, K: tl.constexpr):
+    """Write the losses of all n rows, of n_counted sequences, and leave 0 beside the slots."""
+    n_rows = tl.maximum(n, 1).to(tl.float64)
+    if S.aux_loss_ptr is not None:
+        tl.store(S.aux_loss_ptr, aux_loss.to(tl.float32))
+    if S.z_loss_ptr is not None:
+        squares = tl.zeros([ADDED], tl.float64)
+        for first in range(0, tl.num_programs(0), ADDED):
+            j = first + tl.arange(0, ADDED)
+            squares += tl.load(S.squares_ptr + j, mask=j < tl.num_programs(0), other=0.0, volatile=True).to(tl.float64)
+        tl.store(S.z_loss_ptr, (tl.sum(squares, axis=0) / n_rows).to(tl.float32))
+    tl.store(S.shares_ptr, (1.0 / n_rows).to(tl.float32))
+    tl.store(S.shares_ptr + 1, (1.0 / tl.maximum(n_counted, 1).to(tl.float64)).to(tl.float32))
+    for i in tl.static_range(BESIDE):
+        tl.store(slots_ptr + 2 * K.n_experts + i, tl.zeros([], tl.int64))

@@ -1,0 +1,269 @@
+"""Prepared launches of routing and of its gradient: one each, whatever is asked for."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core import launch, workspace
+from fused_softmax.core.calls import allocator, kept
+from fused_softmax.core.device import device_of
+from fused_softmax.core.launched import Launched, compose, of_rows
+from fused_softmax.ops.routing.kernels.forward import _route
+from fused_softmax.ops.routing.kernels.gradient import _route_gradient
+from fused_softmax.ops.routing.kernels.spec import BESIDE, LANES, RouteSpec
+from fused_softmax.ops.routing.options import Routing
+from fused_softmax.ops.routing.plan import RoutePlan, plan_route
+
+MOST_EXPERTS, MOST_K = 4096, 64
+MOST_GROUPS, MOST_GROUP_TILES = LANES, 64  # each group has a lane, and its experts begin with a tile of their own
+_SUMS = 3  # the use of slots
+_UNIT_BITS = 40  # of a sum of probabilities behind the point, of up to 2 ** 22 rows
+
+
+class RouteRows(NamedTuple):
+    """Rows of a router as kernels read them: [n_rows, n_experts] with a row's experts side by side, [n_experts], ..."""
+
+    x: Tensor
+    bias: Tensor | None
+    noise: Tensor | None
+    indices: Tensor | None
+    row_mask: Tensor | None
+
+
+class RoutedRows(NamedTuple):
+    """What kernels find of rows; None where it is not asked for.
+
+    states: float32 [n_rows, 2 or 3], of each row m and s, and the sum of its scores where these are no softmax; s is 0
+        of a row that is not routed. of_sequences: int32 [n_sequences, n_experts], the counts of each. shares: float32,
+        1 / rows, 1 / sequences, and of each sequence n_experts / (rows ** 2 * k).
+    """
+
+    weights: Tensor
+    indices: Tensor
+    counts: Tensor | None
+    prob_sums: Tensor | None
+    aux_loss: Tensor | None
+    z_loss: Tensor | None
+    dense: Tensor | None
+    states: Tensor | None
+    of_sequences: Tensor | None
+    shares: Tensor | None
+
+
+class OfResults(NamedTuple):
+    """The gradients of results; None where there is none."""
+
+    weights: Tensor | None
+    prob_sums: Tensor | None
+    aux_loss: Tensor | None
+    z_loss: Tensor | None
+    dense: Tensor | None
+
+
+def refused_sizes(n_rows: int, n_experts: int, options: Routing) -> str:
+    """Why kernels do not take rows; "" if they do."""
+    if not n_rows:
+        return "there are no rows"
+    if n_experts > MOST_EXPERTS or options.k > MOST_K:
+        return f"no kernel has more than {MOST_EXPERTS} experts, or a k of more than {MOST_K}"
+    size = n_experts // options.n_groups
+    if options.grouped and (options.n_groups > MOST_GROUPS or options.n_groups * -(-size // LANES) > MOST_GROUP_TILES):
+        return f"no kernel has {options.n_groups} groups of {size} experts"
+    return ""
+
+
+def rows_of_call(logits: Tensor, options: Routing) -> RouteRows:
+    """The tensors of a call as kernels read them."""
+    return read(logits, options.bias, options.noise, options.indices, options.row_mask)
+
+
+def read(
+    logits: Tensor, bias: Tensor | None, noise: Tensor | None, indices: Tensor | None, row_mask: Tensor | None
+) -> RouteRows:
+    return RouteRows(
+        _rows(logits),
+        None if bias is None else bias.contiguous(),
+        None if noise is None else _rows(noise),
+        None if indices is None else indices.reshape(-1, indices.shape[-1]).contiguous(),
+        None if row_mask is None else row_mask.reshape(-1).contiguous(),
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.shape[1] == 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def forward(given: RouteRows, options: Routing, states: bool) -> RoutedRows:
+    """Route rows. states: whether a gradient may need those of every row."""
+    return kept("routed", (*options.key, states), given, prepare_route, given, options, states)(*given)
+
+
+def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RoutePlan | None = None) -> Launched:
+    """What routes rows like these: call(*given) -> RoutedRows."""
+    x, noise = given.x, given.noise
+    (n_rows, n_experts), device, empty = x.shape, x.get_device(), allocator(x.device)
+    sequences = options.sequence_length if options.return_aux_loss else None
+    sums = options.sums
+    plan = plan or plan_route(n_rows, n_experts, sequences or n_rows, device_of(device), sums)
+    spec = _spec(given, options, plan, sums)
+    keeps, k, unit = sums or (states and spec.totals), options.k, _unit(n_rows)
+    stride = 2 * n_experts + BESIDE
+
+    def results(plan: RoutePlan) -> tuple[RoutedRows, tuple[Tensor | None, ...]]:
+        """(what is returned, what programs leave for each other)."""
+        n, n_sequences = plan.n_rows, plan.n_rows // plan.length
+        rows = RoutedRows(
+            empty((n, k), (k, 1), torch.float32),
+            empty((n, k), (k, 1), torch.int32),
+            empty((n_experts,), (1,), torch.int32) if sums else None,
+            empty((n_experts,), (1,), torch.float32) if sums else None,
+            empty((), (), torch.float32) if options.return_aux_loss else None,
+            empty((), (), torch.float32) if options.return_z_loss else None,
+            empty((n, n_experts), (n_experts, 1), torch.float32) if options.dense else None,
+            empty((n, spec.states), (spec.states, 1), torch.float32) if keeps else None,
+            empty((n_sequences, n_experts), (n_experts, 1), torch.int32) if sequences else None,
+            empty((2 + n_sequences,), (1,), torch.float32) if sums else None,
+        )
+        if not sums:
+            return rows, (None, None, None, None)
+        of_all = _slots(device, stride)
+        of_each = torch.zeros(n_sequences * stride, dtype=torch.int64, device=x.device) if sequences else of_all
+        squares = empty((plan.programs,), (1,), torch.float32) if options.return_z_loss else None
+        balances = empty((n_sequences,), (1,), torch.float64) if sequences else None
+        return rows, (of_each, of_all if sequences else None, squares, balances)
+
+    def arranged(given: tuple, rows: RoutedRows, between: tuple) -> tuple[Tensor | None, ...]:
+        return (
+            *given, rows.weights, rows.indices, rows.dense, rows.states, *between, rows.shares,
+            rows.of_sequences, rows.counts, rows.prob_sums, rows.aux_loss, rows.z_loss,
+        )  # fmt: skip
+
+    like = arranged(given, *results(plan))
+    names = [name for name in _route.arg_names if name != "K" and not name.endswith("_ptr")]
+    scalars = _scalars(plan) | {
+        "x_row_stride": x.stride(0), "noise_row_stride": 0 if noise is None else noise.stride(0),
+        "dense_row_stride": n_experts, "n_turns": k, "scale": float(options.scale), "unit": unit,
+    }  # fmt: skip
+    launched = launch.prepare(
+        _route, plan.programs, like, [scalars[name] for name in names], {"K": spec}, device=device,
+        num_warps=plan.num_warps, plan=plan,
+    )  # fmt: skip
+    there = [i for i, each in enumerate(like) if each is not None]
+
+    def for_rows(n: int) -> Any:
+        other = plan_route(n, n_experts, sequences or n, device_of(device), sums)
+        if other.rows != plan.rows or _unit(n) != unit or (sequences and n % sequences):
+            return None
+        again = launched.again(
+            other.programs, {names.index(name): value for name, value in _scalars(other).items() if name in names}
+        )
+        return again and _calling(other, again)
+
+    def _calling(plan: RoutePlan, launch: Any) -> Any:
+        def call(*given):
+            rows, between = results(plan)
+            tensors = arranged(given, rows, between)
+            launch(*[tensors[i] for i in there])
+            return rows
+
+        return call
+
+    return Launched(_calling(plan, launched.__call__), lambda m, of: for_rows(n_rows // of * m), by_row=True)
+
+
+def _scalars(plan: RoutePlan) -> dict[str, int]:
+    return {
+        "length": plan.length, "n_parts": plan.parts, "part_rows": plan.part_rows,
+        "n_sequences": plan.n_rows // plan.length,
+    }  # fmt: skip
+
+
+def _unit(n_rows: int) -> float:
+    """What a probability is multiplied by to be added as an integer: so many rows do not overflow."""
+    return 2.0 ** min(_UNIT_BITS, 62 - n_rows.bit_length())
+
+
+def _slots(device: int, size: int) -> Tensor:
+    if device >= 0:
+        return workspace.slots(device, 1, size, _SUMS)
+    return torch.zeros(size, dtype=torch.int64, device="cpu")
+
+
+def _spec(given: RouteRows, options: Routing, plan: RoutePlan, sums: bool) -> RouteSpec:
+    compares_scores = options.score_first and (given.bias is not None or options.grouped)
+    by_itself = given.bias is None and given.indices is None and not options.grouped
+    return RouteSpec(
+        n_experts=plan.n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
+        renormalize=options.renormalize, n_groups=options.n_groups if options.grouped else 1,
+        groups_kept=options.groups_kept or 1, top2=options.group_score == "top2",
+        packed=given.x.element_size() == 2 and given.noise is None and by_itself,
+        of_scores=compares_scores and given.indices is None, elsewhere=not by_itself, totals=options.totals, sums=sums,
+        sequences=sums and options.return_aux_loss and options.sequence_length is not None, sum_rows=plan.sum_rows,
+        sum_cols=plan.sum_cols, sum_ids=LANES * plan.num_warps, aligned=given.x.stride(0) % 8 == 0,
+    )  # fmt: skip
+
+
+def backward(given: RouteRows, rows: RoutedRows, of_results: OfResults, options: Routing) -> Tensor:
+    """The gradient of the logits [n_rows, n_experts]. rows: what `forward` found, less what it does not need."""
+    of_results = OfResults(*[each if each is None else each.contiguous() for each in of_results])
+    tensors = given.x, given.noise, *of_results, rows.weights, rows.states
+    call = kept("route_gradient", options.key, tensors, prepare_gradient, given, rows, of_results, options)
+    return call(given, rows, of_results)
+
+
+def prepare_gradient(
+    given: RouteRows, rows: RoutedRows, of_results: OfResults, options: Routing, plan: RoutePlan | None = None
+) -> Launched:
+    """What writes the gradient of rows like these: call(given, rows, of_results) -> dx."""
+    x, noise = given.x, given.noise
+    (n_rows, n_experts), device, empty, dtype = x.shape, x.get_device(), allocator(x.device), x.dtype
+    sequences = options.sequence_length if options.return_aux_loss else None
+    of_sums = of_results.prob_sums, of_results.aux_loss, of_results.z_loss
+    of_weights = of_results.weights is not None or of_results.dense is not None
+    everywhere = of_weights and options.score == "softmax" and options.score_first and not options.renormalize
+    full = everywhere or any(each is not None for each in of_sums)
+    plan = plan or plan_route(n_rows, n_experts, sequences or n_rows, device_of(device), sums=full)
+    spec = RouteSpec(
+        n_experts=n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
+        renormalize=options.renormalize, full=full, priced=of_results.aux_loss is not None,
+    )  # fmt: skip
+
+    def arranged(given: RouteRows, rows: RoutedRows, d: OfResults) -> tuple[Tensor | None, ...]:
+        counts = rows.counts if rows.of_sequences is None else rows.of_sequences
+        n = len(given.x)
+        return (
+            given.x, given.noise, rows.weights, rows.indices, rows.states, counts, rows.shares, d.weights, d.dense,
+            d.prob_sums, d.aux_loss, d.z_loss, empty((n, n_experts), (n_experts, 1), dtype),
+        )  # fmt: skip
+
+    like = arranged(given, rows, of_results)
+    names = [name for name in _route_gradient.arg_names if name != "K" and not name.endswith("_ptr")]
+    scalars = _scalars(plan) | {
+        "x_row_stride": x.stride(0), "noise_row_stride": 0 if noise is None else noise.stride(0),
+        "dx_row_stride": n_experts, "scale": float(options.scale),
+    }  # fmt: skip
+    launched = launch.prepare(
+        _route_gradient, plan.programs, like, [scalars[name] for name in names], {"K": spec}, device=device,
+        num_warps=plan.num_warps, plan=plan,
+    )  # fmt: skip
+    there = [i for i, each in enumerate(like) if each is not None]
+
+    def for_rows(n: int) -> Any:
+        other = plan_route(n, n_experts, sequences or n, device_of(device), sums=full)
+        if other.rows != plan.rows or (sequences and n % sequences):
+            return None
+        return launched.again(
+            other.programs, {names.index(name): value for name, value in _scalars(other).items() if name in names}
+        )
+
+    def build(_, launch):
+        def call(given, rows, of_results):
+            tensors = arranged(given, rows, of_results)
+            launch(*[tensors[i] for i in there])
+            return tensors[-1]
+
+        return call
+
+    return compose(build, of_rows(launched, for_rows, n_rows), n=n_rows, by_row=True)

@@ -1,0 +1,57 @@
+"""How rows of a router meet the chip: a pure function from sizes and a device to a frozen plan.
+
+A row lies in one warp, whatever the plan, so that it has the same bits in any batch.
+"""
+
+from dataclasses import dataclass
+
+from fused_softmax.core.plan.device import Device
+from fused_softmax.core.plan.sizes import next_power_of_2
+
+FEW = 8  # rows a multiprocessor up to which each has a program of its own
+WIDE = 1024  # experts from which on a row takes so many registers that a program has one
+WARPS = 4  # of a program of many rows, each of which has one at a time
+SUMMING = 4  # programs a multiprocessor at most, where rows are added up
+MOST_COLS = 256  # experts whose sums a program takes at a time
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Programs of num_warps warps take `rows` rows at a time, a warp each, and part_rows in all.
+
+    length: rows of a sequence; all rows where there are none. parts: programs of a sequence. Sums are taken of
+    sum_rows x sum_cols at a time.
+    """
+
+    n_rows: int
+    n_experts: int
+    length: int
+    rows: int
+    part_rows: int
+    parts: int
+    num_warps: int
+    sum_rows: int
+    sum_cols: int
+
+    @property
+    def programs(self) -> int:
+        return self.n_rows // self.length * self.parts
+
+
+def plan_route(n_rows: int, n_experts: int, length: int, device: Device, sums: bool = False) -> RoutePlan:
+    """The plan for rows of a router's logits, at least one. sums: whether they are added up.
+
+    >>> from fused_softmax.core.plan import H200
+    >>> plan_route(16384, 256, 16384, H200).parts
+    4096
+    """
+    warps = 1 if n_experts >= WIDE or n_rows <= FEW * device.sm_count else WARPS
+    part_rows = warps
+    if sums:
+        programs = SUMMING * device.sm_count * (WARPS // warps)
+        part_rows = max(part_rows, -(-n_rows // (programs * warps)) * warps)
+    part_rows = min(part_rows, -(-length // warps) * warps)
+    return RoutePlan(
+        n_rows, n_experts, length, warps, part_rows, -(-length // part_rows), warps, 2 * warps,
+        min(MOST_COLS, max(32, next_power_of_2(n_experts))),
+    )  # fmt: skip
