@@ -67,7 +67,7 @@ def of_operations() -> dict[str, str]:
 
 
 def functions() -> dict[str, Definition]:
-    """The function of each operation of the bench."""
+    """The function of each operation of the bench, and those that `bench cold` alone calls."""
     from fused_softmax.register.table import OPERATORS
 
     found: dict[str, Definition] = {}
@@ -77,6 +77,8 @@ def functions() -> dict[str, Definition]:
             run = getattr(run, "func", run)
             # A public function's __module__ is the package.
             found[name] = Definition(run.__globals__["__name__"], run.__name__)
+    for run in (fused_softmax.speculative_sample, fused_softmax.top_p_mask_logits):
+        found[run.__name__] = Definition(run.__globals__["__name__"], run.__name__)
     return found
 
 

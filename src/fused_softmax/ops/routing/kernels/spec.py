@@ -1,7 +1,6 @@
 """The description that the kernels of routing are compiled for, and the bundles of values that their helpers share."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 LANES = 32  # experts side by side, one for each thread of a warp: a row is reduced by one instruction of a warp
@@ -117,7 +116,6 @@ class RouteSpec:
         return 2 if self.by_softmax else 3
 
 
-@cache
 def _chunks(n_tiles: int, stacks: bool) -> tuple[int, ...]:
     found: list[int] = []
     at = 0
@@ -131,7 +129,6 @@ def _chunks(n_tiles: int, stacks: bool) -> tuple[int, ...]:
     return tuple(found)
 
 
-@cache
 def _pairs(n: int) -> tuple[int, ...]:
     """The places that a network compares to sort n values (Batcher, "Sorting networks and their applications", 1968).
 
