@@ -20,10 +20,12 @@ from fused_softmax.core.plan.ladders import (
     PAIR_PARTS,
     POLL_LAST_FIRST_PARTS,
     RATHER_SPLIT,
+    REDUCTION_BYTES,
     REDUCTION_NOTE,
     REDUCTION_PARTS,
     REDUCTION_PIECES,
     REDUCTION_PROGRAMS,
+    REDUCTION_ROWS,
     REDUCTION_WARPS,
     ROW_WARPS,
     SHIFTED_SPLIT_PARTS,
@@ -262,17 +264,23 @@ def _long_reduction(rows: Rows, *, alone: bool) -> RowPlan:
     n_rows, n_cols, sm_count = rows.n_rows, rows.n_cols, rows.device.sm_count
     num_warps, tile_cols, warps = _reduction_warps(rows)
     few = n_rows < REDUCTION_PROGRAMS * sm_count
-    same_rows = side_of(n_rows, REDUCTION_PROGRAMS * sm_count - 1)
+    very_few = int(REDUCTION_ROWS * sm_count)  # rows up to which parts are as short as can be
+    same_rows = both(side_of(n_rows, REDUCTION_PROGRAMS * sm_count - 1), side_of(n_rows, very_few))
     programs = REDUCTION_PARTS * sm_count
     least = max(tile_cols, n_cols // STREAM_MOST_PARTS)
+    if n_rows > very_few and not rows.batch_invariant:
+        least = max(least, REDUCTION_BYTES // rows.itemsize)
     wanted = -(-programs // n_rows) if few else 1
     if rows.batch_invariant:
         wanted, same_rows = -(-n_cols * rows.itemsize // ALONE_BYTES), ANY_ROWS
     part_cols = max(least, -(-n_cols // wanted))
     choices: dict[str, Any] = {"num_warps": num_warps, "prefetch": 0}
-    if alone or least >= n_cols or rows.held not in SPLIT_PARTS:
+    if alone or tile_cols >= n_cols or rows.held not in SPLIT_PARTS:
         because = "a row is one part, of which its program holds no more than a tile"
         plan = build("row", rows, because, choices, said=warps)
+    elif least >= n_cols:
+        because = f"rows of at most {REDUCTION_BYTES >> 10} KiB, of which there are many, are no quicker in parts"
+        plan = build("row", rows, because, choices, said=warps, same_rows=same_rows)
     elif part_cols >= n_cols:
         because = f"at least {REDUCTION_PROGRAMS} rows a multiprocessor, each read by one program"
         if rows.batch_invariant:
