@@ -339,6 +339,11 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         ),
         "top-p is the slowest": draws(("sample_top_p_peaked", n, 128256) for n in (8, 512)),
     },
+    "softmax.md": {
+        "It costs nothing with thousands of rows": measured(
+            "softmax", "1.00, 1.05, 0.99 |", "| 1.34, 1.31, 1.20 |", "1.36, 3.88, 1.82 |"
+        ),
+    },
     "shards.md": {
         "With `peer`, one launch reads": [computed("src/fused_softmax/ranks/plan.py", peered)],
         "loss and gradient, 8192 x 128256 | bf16": measured("ranks", ACROSS),
