@@ -332,6 +332,11 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "runs each provider for": measured("bench", "runs untimed for 100 ms first.", "is 0.99 to 1.06 in the last"),
         "one point of `h200_backward.json`": [failed("fused_softmax")],
     },
+    "route.md": {
+        "**Counts and losses** come from the same": measured(
+            "routing", "k 8 | 10.4 |", "| with counts | 26.7 |", "| with counts, aux and z loss | 28.2 |"
+        ),
+    },
     "sample.md": {
         **{f"| {n} x {vocab} |": draws((each, n, vocab) for each in FILTERS) for n, vocab in DRAWS},
         "**The memory of the kernels** beside": measured(

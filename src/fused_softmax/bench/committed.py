@@ -74,6 +74,7 @@ _FILES = {
     ),
     "peaks": Row("Widths around each of the planner's thresholds", f"peaks {ALONE}"),
     "sampling": Row("Tokens drawn from logits, by filter", f"sampling --quick {BESIDE_TORCH}"),
+    "router": Row("Tokens to experts, and the gradient of their weights and losses", f"router {BESIDE_TORCH}"),
     "attention": Row(
         "Attention and its gradient, also with a bias, softcap or sinks",
         "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
