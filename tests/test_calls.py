@@ -540,9 +540,60 @@ def little_to_collect():
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("name", list(each_of(KINDS)))
+def routed(x, **options):
+    out = fused_softmax.route(x, 2, **options)
+    if x.requires_grad:
+        (out.weights[..., 0].sum() + out.aux_loss).backward()
+    return [each for each in out if each is not None]
+
+
+def told(target, tokens, draft, bias, **options):
+    return fused_softmax.speculative_sample(target, tokens, draft, 0.7, logit_bias=bias, **options)
+
+
+# Other calls, which have to hold no tensor either: each of tensors, made anew.
+HOLDING = {
+    "route": (routed, lambda: (rand(20, 16),), lambda: {
+        "bias": rand(16), "noise": rand(20, 16), "row_mask": torch.ones(20, dtype=torch.bool), "return_aux_loss": True,
+    }),
+    "route, gradient": (routed, lambda: (rand(20, 16).requires_grad_(),), lambda: {
+        "bias": rand(16), "return_aux_loss": True,
+    }),
+    "route, replay": (routed, lambda: (rand(20, 16),), lambda: {"indices": torch.tensor([[0, 1]] * 20)}),
+    "sample with log-probabilities": (fused_softmax.sample, lambda: (rand(4, 40),), lambda: {
+        "temperature": torch.full((4,), 0.7), "logit_bias": rand(4, 40), "row_indices": torch.tensor([1, 0, 3, 2]),
+        "seed": 1, "return_logprobs": "raw", "top_logprobs": 3, "return_rank": True,
+    }),
+    "drafts": (told, lambda: (rand(2, 3, 40), torch.ones(2, 2, dtype=torch.int64), rand(2, 2, 40), rand(40)), lambda: {
+        "seed": torch.tensor([1, 2]), "return_logprobs": "processed", "verify": "tree",
+        "parents": torch.tensor([-1, 0]),
+    }),
+    "drafts without a distribution": (
+        told, lambda: (rand(2, 3, 40), torch.ones(2, 2, dtype=torch.int64), None, rand(2, 40)),
+        lambda: {"seed": torch.tensor([1, 2]), "return_logprobs": "raw"},
+    ),
+    "mask": (fused_softmax.top_p_mask_logits, lambda: (rand(4, 40), torch.full((4,), 0.5)), dict),
+}  # fmt: skip
+
+
+def made_of_holding(name, device):
+    """(tensors of the call, what makes the call and returns its results)."""
+    function, positional, named = HOLDING[name]
+    given = [each if each is None else each.detach().to(device).requires_grad_(each.requires_grad)
+             for each in positional()]  # fmt: skip
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in named().items()}
+    held = [each for each in (*given, *options.values()) if isinstance(each, torch.Tensor)]
+
+    def run():
+        out = function(*given, **options)
+        return [each for each in (out if isinstance(out, tuple | list) else [out]) if each is not None]
+
+    return held, run
+
+
+@pytest.mark.parametrize("name", [*each_of(KINDS), *HOLDING])
 def test_what_is_kept_holds_no_tensor(name, little_to_collect, device):
-    held, run = KINDS[name].made(device)
+    held, run = made_of_holding(name, device) if name in HOLDING else KINDS[name].made(device)
     results = run()
     assert calls._kept
     gone = [weakref.ref(each) for each in (*held, *results)]

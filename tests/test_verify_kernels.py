@@ -10,7 +10,7 @@ from sampling_cases import few, hard_rows
 import fused_softmax
 from fused_softmax import explain, speculative_sample
 from fused_softmax.core import calls
-from fused_softmax.ops.sampling import judged, reference, verification
+from fused_softmax.ops.sampling import judged, reference, speculative, verification
 
 FILTERS = [
     {}, {"temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 5}, {"top_k": 90}, {"top_p": 0.8},
@@ -156,6 +156,16 @@ def test_many_siblings_and_few(verify, device):
     same(ours, wanted)
     assert ours.nodes.max() > 0 if verify == "tree" else (ours.n_accepted == 0).any()
     assert verify == "tree" or ours.n_accepted.max() > 0
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_call_is_prepared_once(requires_grad, monkeypatch, device):
+    target, draft, tokens = rows_of(2, 2, 40, torch.float32, device)
+    target.requires_grad_(requires_grad)
+    first = speculative_sample(target, tokens, draft, 0.8, seed=1)
+    monkeypatch.setattr(speculative, "prepare_speculation", None)
+    again = speculative_sample(target, tokens, draft, 0.7999, seed=1)
+    same(again, first)
 
 
 def test_slices_are_read_where_they_lie(device):

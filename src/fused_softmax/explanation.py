@@ -44,7 +44,7 @@ KERNEL, OPERATOR, SHARDED, COMPOSED, CUDNN, ATEN, NONE = (
 _NAMES = {Route.KERNEL: KERNEL, Route.OPERATOR: OPERATOR, Route.SHARDS: SHARDED, Route.COMPOSED: COMPOSED}
 
 _OVER_A_GROUP = SHARDED, "group= is given: each rank has columns of its own"
-_DRAWN = COMPOSED, "sample draws, as drafts have no distribution"
+_DRAWN = COMPOSED, "sample draws: no kernel of drafts takes this call"
 
 # What a call goes through that is not kept: where it is, the function's name (None: its first argument), and its route
 # where that is settled by then.

@@ -1,5 +1,6 @@
 """Prepared launches of routing and of its gradient: one each, whatever is asked for."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,8 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     plan = plan or plan_route(n_rows, n_experts, sequences or n_rows, device_of(device), sums)
     spec = _spec(given, options, plan, sums)
     keeps, k, unit = sums or (states and spec.totals), options.k, _unit(n_rows)
-    stride = 2 * n_experts + BESIDE
+    stride, where = 2 * n_experts + BESIDE, x.device
+    asked = replace(options, bias=None, noise=None, indices=None, row_mask=None)  # a kept call holds no tensor
 
     def results(plan: RoutePlan) -> tuple[RoutedRows, tuple[Tensor | None, ...]]:
         """(what is returned, what programs leave for each other)."""
@@ -119,9 +121,9 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
             empty((n, k), (k, 1), torch.int32),
             empty((n_experts,), (1,), torch.int32) if sums else None,
             empty((n_experts,), (1,), torch.float32) if sums else None,
-            empty((), (), torch.float32) if options.return_aux_loss else None,
-            empty((), (), torch.float32) if options.return_z_loss else None,
-            empty((n, n_experts), (n_experts, 1), torch.float32) if options.dense else None,
+            empty((), (), torch.float32) if asked.return_aux_loss else None,
+            empty((), (), torch.float32) if asked.return_z_loss else None,
+            empty((n, n_experts), (n_experts, 1), torch.float32) if asked.dense else None,
             empty((n, spec.states), (spec.states, 1), torch.float32) if keeps else None,
             empty((n_sequences, n_experts), (n_experts, 1), torch.int32) if sequences else None,
             empty((2 + n_sequences,), (1,), torch.float32) if sums else None,
@@ -129,8 +131,8 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
         if not sums:
             return rows, (None, None, None, None)
         of_all = _slots(device, stride)
-        of_each = torch.zeros(n_sequences * stride, dtype=torch.int64, device=x.device) if sequences else of_all
-        squares = empty((plan.programs,), (1,), torch.float32) if options.return_z_loss else None
+        of_each = torch.zeros(n_sequences * stride, dtype=torch.int64, device=where) if sequences else of_all
+        squares = empty((plan.programs,), (1,), torch.float32) if asked.return_z_loss else None
         balances = empty((n_sequences,), (1,), torch.float64) if sequences else None
         return rows, (of_each, of_all if sequences else None, squares, balances)
 

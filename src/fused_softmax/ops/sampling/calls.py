@@ -40,11 +40,12 @@ def prepare_sample(
     wanted = replace(options, return_kept=options.return_kept or processed)
     draw = prepare_draws(logits, wanted, seed, position, out, logprobs=processed, plan=plan)
     report = prepare_report(logits, options, seed, position, out, processed, plan)
+    returns_kept = options.return_kept  # a kept call holds no tensor, and so no options
 
     def call(logits, numbers, bias, bitmask, rows, out):
         drawn = draw(logits, numbers, bias, bitmask, rows, out)
         logprobs, top, top_tokens, rank = report(logits, numbers, bias, bitmask, rows, drawn)
-        kept = drawn.kept if options.return_kept else None
+        kept = drawn.kept if returns_kept else None
         return SampleOutput(drawn.tokens, drawn.valid, logprobs, top, top_tokens, kept, rank)
 
     return call
@@ -57,7 +58,7 @@ def prepare_report(
     """What finds of draws like these the log-probabilities of the token and of the greatest, and its rank."""
     n_rows, n_cols = logits.shape
     n_draws, n_top = n_rows if options.row_indices is None else len(options.row_indices), options.top_logprobs
-    index, empty = logits.get_device(), allocator(logits.device)
+    index, empty, returns_rank = logits.get_device(), allocator(logits.device), options.return_rank
     plan = plan or plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
     judged = options if processed else Sampling(row_indices=options.row_indices)
     spec = replace(
@@ -78,7 +79,7 @@ def prepare_report(
             logprobs if processed else empty((n_draws,), (1,), torch.float32),
             kept.view(torch.uint8) if processed and kept is not None else None,
             empty(*top, torch.float32) if n_top else None, empty(*top, torch.int64) if n_top else None,
-            empty((n_draws,), (1,), torch.int64) if options.return_rank else None,
+            empty((n_draws,), (1,), torch.int64) if returns_rank else None,
         )  # fmt: skip
 
     device = logits.device

@@ -158,6 +158,7 @@ def _speculative(target_logits, drafts, filters, masks, asked, random, look):
     )  # fmt: skip
     if found is not None:
         return found
+    differentiates = torch.is_grad_enabled()
     with torch.no_grad():
         device = target_logits.device
         position = position_of(seed, position)
@@ -178,7 +179,8 @@ def _speculative(target_logits, drafts, filters, masks, asked, random, look):
                 return SpeculativeOutput(*in_turns(_in_turn, sequences, named, 1))
             call = prepare_speculation(given, numbers, **asked)
             if look is not None:
-                call = keep(Launched(call), name, look[0], target_logits, *look[1:])
+                with torch.set_grad_enabled(differentiates):  # as where the next call is looked up
+                    call = keep(Launched(call), name, look[0], target_logits, *look[1:])
             return call(given, numbers)
         if not told and here:
             return _own_tokens(given, options, seeds, positions)

@@ -23,7 +23,7 @@ def in_turns(
     function: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: dict[str, Any],
     bytes_of_a_logit: int = _BYTES_OF_A_LOGIT,
 ) -> Any:  # fmt: skip
-    """What a function of torch's operations says of rows, some at a time: a tensor of rows, or a tuple of such.
+    """What a function says of rows, some at a time: a tensor of rows, or a tuple of such.
 
     given: tensors of rows, or None. numbers: those that are tensors [n_rows] are of rows too.
     """
