@@ -265,10 +265,11 @@ class Router(_OfLayer):
         linear_bias [num_experts], initialised like torch.nn.Linear's.
     k: how many experts a row goes to.
     choice_bias: whether there is a buffer of that name, float32 [num_experts] and 0 at first, which every call passes
-        as the function's bias. Whoever balances experts without a loss changes it after each step, by `counts`.
+        as the function's bias. Whoever balances experts without a loss changes it after each step, by `counts`. A
+        module that is cast to 16 bits casts it too, and loses small steps.
     options: arguments of the function, passed in every call.
-    device, dtype: of the parameters. An input of another dtype is cast to theirs, so float32 makes float32 logits of
-        bf16 hidden states.
+    device, dtype: of the parameters. An input of another dtype is cast to theirs, so outside autocast float32 makes
+        float32 logits of bf16 hidden states.
 
     Call it with the input [..., in_features] and, by keyword, noise [..., num_experts], indices [..., k] or row_mask
     [...]. It returns what the function returns, and raises its errors; an unknown option raises TypeError.

@@ -143,8 +143,8 @@ REDUCTION_PROGRAMS = 8
 # And into how many programs a multiprocessor.
 REDUCTION_PARTS = 32
 REDUCTION_NOTE = "bf16 131072 0.92, 1 Mi 0.93; by 8 programs a multiprocessor 0.90, 0.81"
-# Bytes of a part at least, where rows are more than a third of the multiprocessors: 8 rows lost, 64 won. bf16 256 x 32000
-# 5.9 us, by 16 KiB 8.1; 512 x 128256 36.6 and 41.8; 64 x 262144 11.0 and 12.4; but 8 x 128256 4.7 and 3.7.
+# Bytes of a part at least, where rows are more than a third of the multiprocessors: 8 rows lost, 64 won. bf16, in us,
+# 256 x 32000 5.9, by 16 KiB 8.1; 512 x 128256 36.6 and 41.8; 64 x 262144 11.0 and 12.4; but 8 x 128256 4.7 and 3.7.
 REDUCTION_BYTES, REDUCTION_ROWS = 65536, 1 / 3
 # Pieces of a tile, from and to: the number that pads a part least. bf16 50257 in tiles of 8 leaves the last one of 4
 # tiles all but empty.
