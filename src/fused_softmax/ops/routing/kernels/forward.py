@@ -29,8 +29,8 @@ from fused_softmax.ops.routing.kernels.common import (
     tiles_of,
     total_of,
     weights_of,
+    write_zeros,
 )
-from fused_softmax.ops.routing.kernels.dense import write_zeros
 from fused_softmax.ops.routing.kernels.spec import Given, Sums
 from fused_softmax.ops.routing.kernels.sums import add_rows
 

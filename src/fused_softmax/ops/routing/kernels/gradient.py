@@ -25,8 +25,8 @@ from fused_softmax.ops.routing.kernels.common import (
     slope_beside,
     tiles_of,
     total_of,
+    write_zeros,
 )
-from fused_softmax.ops.routing.kernels.dense import write_zeros
 from fused_softmax.ops.routing.kernels.forward import logits_of_taken
 from fused_softmax.ops.routing.kernels.spec import Given, Priced, Slopes
 
