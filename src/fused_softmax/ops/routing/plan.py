@@ -12,7 +12,7 @@ FEW = 8  # rows a multiprocessor up to which each has a program of its own
 # Experts from which on a program has one row at a time: bf16 16384 x 512, k 10, 17.4 us, by 4 warps 19.1.
 WIDE = 512
 # Warps of a program of many rows, each of which has one at a time; programs a multiprocessor before each takes several
-# turns, and turns at most: 131072 x 256, k 8, 55 us by four turns, by one 67.
+# turns, and turns at most: 131072 x 256, k 8, 57 us by four turns, by one 67.
 WARPS, PROGRAMS, TURNS = 4, 16, 4
 # Programs a multiprocessor at most, where rows are added up: 131072 x 256 with losses 128 us, by 4 programs 171; the
 # gradient of 16384 x 256 with losses 11.9, by 4 programs 15.6.
