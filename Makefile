@@ -1,6 +1,8 @@
-# `make demo` and `make test` set up all they need in .venv; PY=... uses an interpreter that is already set up instead.
+# Targets set up what they need in .venv; PY=... uses an interpreter that is already set up instead.
 PY ?= .venv/bin/python
 ENV := $(if $(filter file default,$(origin PY)),.venv/.ready)
+# Who tries the demo need not wait for what tests and documents, which is nearly half of the environment.
+DEMO_ENV := $(if $(ENV),$(if $(wildcard $(ENV)),$(ENV),.venv/.demo))
 SYSTEM_PYTHON ?= python3
 OLDEST_TRITON := 3.6.0
 NEWEST_TRITON := 3.9.0
@@ -10,19 +12,24 @@ BY_NEWEST = and not other_gpus
 # A worker a core, so PyTorch needs no threads of its own in any of them.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
+# Many processes import the same modules, so their bytecode is kept even where the shell asks for none.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: env demo docs page presets report test test-guard test-compiles test-all gpu-test sanitize faults lint clean
-.PHONY: dist dist-test smoke-matrix peers-test
+.PHONY: dist dist-test smoke-matrix peers-test hub
 
 env: $(ENV)
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: EXTRAS = dev,docs
+.venv/.demo: EXTRAS = cli,viz
+.venv/.ready .venv/.demo: pyproject.toml constraints.txt
 	@$(SYSTEM_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fused-softmax needs Python 3.11 or newer" >&2; exit 1; }
-	test -x .venv/bin/python || $(SYSTEM_PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
-	@touch $@
+	@$(SYSTEM_PYTHON) make_env.py $(EXTRAS) $@
 
-demo: $(ENV)
-	PYTHONPATH=src $(PY) -m fused_softmax bench --quick --force --out demo/results.json --plot demo/plot.png
+# Beside the figures of an H200: a CPU has torch's alone, and another GPU its own.
+demo: $(DEMO_ENV)
+	PYTHONPATH=src $(PY) -m fused_softmax bench --quick --force --out demo/results.json --plot demo/plot.png \
+	  --beside benchmarks/results/h200_softmax.json
 
 # The recordings that the page comes with, made anew; a test fails where they differ from what the kernels do.
 presets: $(ENV)
@@ -87,6 +94,11 @@ docs: $(ENV)
 dist: $(ENV)
 	rm -rf dist
 	$(PY) -m build --outdir dist
+
+# The folder that Hugging Face's `kernels` loads, in build/hub; REPOSITORY=owner/name goes into its card.
+hub: $(ENV)
+	rm -rf build/hub
+	$(PY) hub/build.py build/hub $(REPOSITORY)
 
 # Installs both into new environments outside the checkout, and runs the sdist's tests that read its tree, or TESTS.
 dist-test: dist

@@ -21,6 +21,34 @@ OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 TEXT = {".py", ".json", ".toml"}  # which browsers show as text by this name, and not by their own
 # What a browser loads by itself: scripts, styles, pictures, frames. A link to another site loads nothing.
 REMOTE = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"(?:https?:)?//[^\"]*\"")
+# By the section of the contents that a page is in, what its score in the search is multiplied by: tasks come first, and
+# notes of the laboratory last. A word of a heading counts for a thousand of the text, so last is below a thousandth.
+BOOST = {
+    "Start": 2.0, "Tasks": 4.0, "How it works": 1.0, "Reference": 0.5, "Measurements": 1.0, "What was learnt": 1e-5,
+    "Project": 1e-5,
+}  # fmt: skip
+OF_NO_SECTION = 2.0
+# What a reader types who looks for a page: functions, options and terms that its headings lack. A word here counts for
+# a million of the text.
+SOUGHT = {
+    "getting-started.md": ("install", "requirements", "environment variables"),
+    "examples.md": ("examples", "example"),
+    "train.md": ("cross_entropy", "linear_cross_entropy", "loss", "label_smoothing", "z-loss", "softcap", "autocast"),
+    "post-training.md": (
+        "log_prob", "linear_log_prob", "divergence", "log-probabilities", "entropy", "GRPO", "PPO", "DPO", "TRL", "KL",
+        "JSD", "teacher",
+    ),
+    "shards.md": ("group", "ranks", "tensor-parallel", "DTensor", "loss_parallel", "NVLink"),
+    "sample.md": ("sample", "speculative_sample", "penalize", "top-p", "top-k", "min-p", "temperature", "bitmask"),
+    "route.md": ("route", "router", "mixture of experts"),
+    "attention.md": ("attention", "bias", "sinks", "softcap", "window", "ALiBi", "cuDNN"),
+    "softmax.md": ("softmax", "log_softmax", "logsumexp", "mask", "sinks", "batch"),
+    "segments.md": ("segment_softmax", "segment_log_softmax", "segment_logsumexp", "graph", "PyTorch Geometric"),
+    "transformers.md": ("hf.apply", "Hugging Face", "Llama"),
+    "patch.md": ("enable", "enabled", "disable", "torch.compile"),
+    "explain.md": ("explain",),
+    "warm.md": ("warmup", "compile", "first call"),
+}  # fmt: skip
 # The theme's way to search pages that are opened from a folder is a script of the web; offline.js takes its place.
 SHIM = '<script src="https://unpkg.com/iframe-worker/shim"'
 
@@ -39,6 +67,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    page.meta["search"] = {"boost": BOOST[page.parent.title] if page.parent else OF_NO_SECTION}
+    page.meta["tags"] = list(SOUGHT.get(page.file.src_uri, ()))
+
     def inside(match: re.Match[str]) -> str:
         path, anchor = match[1], match[2] or ""
         if not (ROOT / path).is_file():
@@ -50,6 +81,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     output = output.replace(SHIM, f'<script src="{to_root(page)}offline.js"')
+    output = output.replace('role="dialog">', 'role="dialog" aria-label="Search">')  # which the theme leaves nameless
     for found in REMOTE.findall(output):
         log.warning("%s loads from the network: %s", page.file.src_uri, found)
     return output

@@ -5,6 +5,9 @@ scores. Each target is the token some places before, and tokens know no position
 look, and the loss falls only as far as its gradient is right. Both runs begin with the same weights and see the same
 tokens. Their curves should coincide; the picture also shows the table that was learnt, a line for each head.
 
+It prints the first and the last loss of each run and the milliseconds of a step, and how far losses and tables are
+apart. It takes about 5 s on two CPU cores.
+
     python examples/attention_bias.py -o attention_bias.png
     python examples/attention_bias.py --length 1024 --heads 12 --dim 64 --batch 16 --dtype bfloat16   # T5's, on a GPU
 
@@ -44,7 +47,7 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
 
 
 def by_us(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    return attention(query, key, value, bias=bias, scale=1.0)  # type: ignore[return-value]
+    return attention(query, key, value, bias=bias, scale=1.0)
 
 
 WAYS: dict[str, Attend] = {"torch: scaled_dot_product_attention": by_torch, "fused_softmax: attention": by_us}
@@ -62,7 +65,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor, attend: Attend) -> Tensor:
         heads = self.projections(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(attend(*heads, bias).transpose(1, 2).flatten(-2))
+        query, key, value = heads
+        x = x + self.out(attend(query, key, value, bias).transpose(1, 2).flatten(-2))
         return x + self.mlp(self.norms[1](x))
 
 

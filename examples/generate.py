@@ -6,7 +6,8 @@ other prompts are generated beside it.
 
 Beside the tokens it prints two figures, and draws both: how long a new token takes with this sampler and with Hugging
 Face's own, and how far the share of each next token, in many draws, is from the probability that Hugging Face's filters
-give it. On a CPU both samplers are torch's operations, and the times say nothing about the kernels.
+give it. On a CPU both samplers are torch's operations, and the times say nothing about the kernels. It takes about 6 s
+on two CPU cores.
 
     python examples/generate.py -o generate.png
     python examples/generate.py --model gpt2 --prompt "The sea" --prompt "Once" --top-p 0.9   # a model of your own

@@ -31,7 +31,12 @@ if sys.stderr is not None and sys.stderr.isatty():
     _ended = threading.Event()
     _turning = threading.Thread(target=_turn, args=(_ended,), daemon=True)
     _turning.start()
-    atexit.register(lambda: (_ended.set(), _turning.join()))
+
+    @atexit.register
+    def _end() -> None:
+        _ended.set()
+        _turning.join()
+
 
 import torch  # noqa: E402  (the sign turns already)
 

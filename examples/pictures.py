@@ -6,6 +6,7 @@ from typing import Any
 
 import altair as alt
 
+Panel = alt.Chart | alt.LayerChart | alt.FacetChart
 COLOURS = ["#0072B2", "#D55E00"]
 
 
@@ -28,7 +29,7 @@ def losses(curves: Mapping[str, Iterable[float]], what: str = "loss") -> alt.Cha
     return chart.properties(title="the same model, tokens and steps", width=450)
 
 
-def bars(values: Mapping[str, float], unit: str, title: str, form: str, below: str = "") -> alt.LayerChart:
+def bars(values: Mapping[str, float], unit: str, title: str, form: str, below: str = "") -> Panel:
     """A bar for each name, with its value. form: of the value, as d3 has it. below: what stands under the names."""
     axis = alt.X("name:N", sort=None, title=below or None, axis=alt.Axis(labelAngle=0))
     of = data({"name": name, "value": value} for name, value in values.items()).encode(x=axis)
@@ -38,7 +39,7 @@ def bars(values: Mapping[str, float], unit: str, title: str, form: str, below: s
     return (drawn + numbers).properties(title=title, width=180)
 
 
-def save(path: Path, *panels: alt.Chart | alt.LayerChart) -> None:
+def save(path: Path, *panels: Panel) -> None:
     """Write the panels side by side, in the format of the path's suffix."""
     charts = alt.hconcat(*panels).resolve_scale(color="independent", strokeDash="independent")
-    charts.save(str(path), **({"scale_factor": 2} if path.suffix == ".png" else {}))
+    charts.save(str(path), scale_factor=2 if path.suffix == ".png" else 1)

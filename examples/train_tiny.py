@@ -4,6 +4,9 @@ The model is transformers' Llama with random weights. Each token is a fixed func
 noise, so the loss falls from log(vocabulary) towards the noise's entropy. Both runs begin with the same weights and see
 the same tokens. Their curves should coincide, and their memory peaks should differ.
 
+It prints the first and the last loss of each run, its seconds and its memory peak, and how far the losses are apart. It
+takes about 7 s on two CPU cores.
+
     python examples/train_tiny.py -o train_tiny.png
     python examples/train_tiny.py --vocab 128256 --tokens 8192 --hidden 1024 -o train_gpu.png   # on a GPU
 
@@ -18,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import options
 import torch
@@ -74,7 +78,7 @@ def heads_of(hidden: int) -> int:
     return max(1, hidden // 64)
 
 
-def make_model(vocab: int, hidden: int, layers: int, length: int) -> torch.nn.Module:
+def make_model(vocab: int, hidden: int, layers: int, length: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = heads_of(hidden)
@@ -123,13 +127,14 @@ def train(
     return curve
 
 
-def peak_on_cpu(step: Callable[[], None]) -> int:
+def peak_on_cpu(step: Callable[[], object]) -> int:
     """The most bytes that a call of `step` allocates at once, from PyTorch's profiler."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler logs its start and end, which no lower level hides
     gc.collect()  # otherwise it warns that the step frees memory from before it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    profiler: Any = profile.profiler
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(itertools.accumulate(changes), default=0)
 

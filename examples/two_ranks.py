@@ -6,6 +6,9 @@ and so all of them get the loss of the whole vocabulary. The layers in between a
 begin with the same weights and see the same tokens, so their curves should coincide. In float32 the two runs round
 differently, and training makes such differences grow; with --dtype float64 they stay near 1e-14.
 
+It prints the first and the last loss of each run and the memory of its logits, and how far the losses are apart. It
+takes about 9 s on two CPU cores.
+
     python examples/two_ranks.py -o two_ranks.png
     python examples/two_ranks.py --ranks 3 --dtype float64 -o three_ranks.png
     python examples/two_ranks.py --vocab 128256 --tokens 8192 --hidden 1024   # with a GPU for each rank

@@ -98,12 +98,18 @@ def kind(job):
     return key_of(replace(job, tensors=[seen(each) for each in job.tensors]))
 
 
+def instructions(ptx):
+    """What a GPU runs of PTX: debug information names the checkout that Triton's cache has a kernel from."""
+    code = re.split(r"(?m)^\s*\.section\s+\.debug", ptx, maxsplit=1)[0]
+    return re.sub(r"(?m)^\s*(//|\.loc|\.file).*$", "", code)
+
+
 def compiled(job, found={}):  # noqa: B006
     """The name of a kernel, and its instructions."""
     key = key_of(job)
     if key not in found:
         ptx = Listed(**vars(job)).compile("sm_90").ptx
-        found[key] = job.kernel.fn.__name__, re.sub(r"(?m)^\s*(//|\.loc|\.file|\.section).*$", "", ptx)
+        found[key] = job.kernel.fn.__name__, instructions(ptx)
     return found[key]
 
 

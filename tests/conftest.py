@@ -29,10 +29,23 @@ def pytest_configure(config):
     products.QUICK = "not exhaustive" in config.option.markexpr
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Where only what compiles is asked for, leave out files without it: their imports take most of such a run."""
+    alone = config.option.markexpr.startswith("compiles") and collection_path.suffix == ".py"
+    return True if alone and "mark.compiles" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    result = yield  # once all parameters are known
+    products.choose(metafunc)
+    return result
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` takes out what it does not ask for
 def pytest_collection_modifyitems(items):
-    products.mark_exhaustive(items)
-    products.mark_guard(items)
+    for item in items:
+        products.mark_item(item)
 
 
 def pytest_runtest_setup(item):

@@ -1,4 +1,4 @@
-"""Where each figure in the prose of README and docs comes from.
+"""Where each figure in the prose of README and docs comes from, and in the model of measured/ranks.md.
 
 A figure is a number with a unit of time, speed, memory or ratio, a decimal number, or a number in a right-aligned
 column of a table. What a command writes between two markers is checked elsewhere; versions and code are no figures.
@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from fused_softmax.bench import simulated
+from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.results import record
 from fused_softmax.core.plan import H200, plan_rows
 from fused_softmax.ops.attention.hopper_bias import _DS_BYTES
@@ -23,7 +25,8 @@ from fused_softmax.ranks import groups as distributed
 from fused_softmax.ranks.plan import plan_peers
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RANKS = ROOT / "measured/ranks.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), RANKS]
 MI = 2**20
 
 _NAMED = re.compile(
@@ -43,8 +46,12 @@ class Block(NamedTuple):
     figures: list[str]
 
 
-def blocks(text: str) -> Iterator[Block]:
+def blocks(page: Path) -> Iterator[Block]:
     """Those of a page that have figures."""
+    text = page.read_text()
+    if page == RANKS:  # the rest of it is a source
+        text = text.partition("## How many ranks\n")[2]
+        assert text, "the model is there"
     text = re.sub(r"<!-- results[^>]*:begin -->.*?:end -->|^```.*?^```$", "", text, flags=re.M | re.S)
     for paragraph in re.split(r"\n\s*\n", text):
         right: list[bool] = []  # of a table's columns, whether they have figures
@@ -113,16 +120,29 @@ def computed(path: str, *values: Callable[[], float]) -> Source:
 
 
 def ratios(name: str, dtype: str, of: Callable[..., bool], *which: Callable[..., float]) -> Source:
-    """Of `fused_softmax` at the points of a results file: min, max, or both."""
+    """Of `fused_softmax` at the points of a results file: min, max, or both. dtype: "" for any."""
     path = f"benchmarks/results/h200_{name}.json"
 
     def values():
-        points = [each for each in _points(path) if each.dtype == dtype and each.provider == "fused_softmax"]
+        points = [each for each in _points(path) if dtype in ("", each.dtype) and each.provider == "fused_softmax"]
         found = [each.ratio for each in points if each.ratio and of(each)]
         assert found, path
         return [each(found) for each in which]
 
     return Source(path, values=values)
+
+
+def slower(name: str, operation: str, *providers: str) -> Source:
+    """How many times as long as `fused_softmax` each takes: the geometric mean over a results file."""
+    path = f"benchmarks/results/h200_{name}.json"
+
+    def mean(provider: str) -> float:
+        points = [each for each in _points(path) if each.operation == operation and each.kernel]
+        ours, theirs = ({each.case: each.kernel.p50_us for each in points if each.provider == who}
+                        for who in ("fused_softmax", provider))  # fmt: skip
+        return geometric_mean(theirs[case] / ours[case] for case in theirs)
+
+    return computed(path, *[partial(mean, each) for each in providers])
 
 
 def draws(which: Iterable[tuple[str, int, int]]) -> list[Source]:
@@ -151,6 +171,25 @@ def attended(operation: str, *sizes: int) -> list[Source]:
                 yield from (us["own kernels"], *([] if composed else [min(torchs)]), us["flex"])
 
     return [Source(path, values=lambda: list(values()))]
+
+
+def took(name: str, operation: str, sizes: Sequence[int], *wanted: str, dtype: str = "bfloat16") -> Source:
+    """Of points of a results file, as "torch ms": a provider, and us, ms, MiB, GiB, or one of these beside the result.
+
+    The result of "MiB beside" is as large as the input, as a gradient is.
+    """
+    path = f"benchmarks/results/h200_{name}.json"
+
+    def value(each: str) -> float:
+        provider, fact = each.removesuffix(" beside").rsplit(" ", 1)
+        of_case = [p for p in _points(path) if (p.operation, p.provider, p.dtype) == (operation, provider, dtype)]
+        (point,) = (p for p in of_case if p.case.shape == tuple(sizes))
+        if fact in ("us", "ms"):
+            return point.kernel.p50_us / {"us": 1, "ms": 1e3}[fact]
+        result = point.case.tensor_bytes if each.endswith(" beside") else 0
+        return (point.memory_bytes - result) / {"MiB": MI, "GiB": 1024 * MI}[fact]
+
+    return computed(path, *[partial(value, each) for each in wanted])
 
 
 def capped() -> float:
@@ -225,8 +264,39 @@ ACROSS = "| bf16 8192 x 128256 | 561 | 519 |"
 
 SOURCES: dict[str, dict[str, list[Source]]] = {
     "README.md": {
-        "Two H200s shared": measured("ranks", ACROSS),
+        "`make demo` took": measured(
+            "bench", "| little | 47 | 40 |", "| much | 104 | 88 |", "pip downloaded 234 MB.", "| 104 | 88 | 1.8 |"
+        ),
+        "| softmax over any dim": [took("vocab", "softmax", (4096, 128256), f"{OWN} ms", "torch ms")],
+        "| train a language model": [
+            took("cross_entropy", "cross_entropy_gradient", (4096, 128256), f"{OWN} ms", f"{OWN} MiB beside",
+                 "torch ms", "torch MiB beside"),
+        ],
+        "| train from hidden states": [
+            took("linear_cross_entropy", "linear_cross_entropy", (8192, 4096, 128256), f"{OWN} ms", f"{OWN} MiB",
+                 "32 in place ms", "32 in place MiB", "torch ms", "torch MiB", "liger ms", "liger MiB"),
+        ],
+        "| log-probabilities and entropy": [
+            took("log_prob", "log_prob_gradient", (8192, 151936), f"{OWN} ms", f"{OWN} MiB beside", "torch ms",
+                 "torch GiB beside"),
+        ],
+        "| draw tokens": [took("sampling", "sample_top_p", (512, 128256), f"{OWN} us", "torch ms")],
+        "| attention with a bias": [
+            took("attention", "attention_biased_gradient", (4, 32, 2048, 128), f"{OWN} ms", "flex ms", "torch ms"),
+        ],
+        "| route tokens": [took("router", "route", (16384, 256), f"{OWN} us", "torch us")],
+        "| softmax of segments": measured("segments", "14 M of 8 heads | 250 | 325 | 0.77", "of 8 heads | 250 |"),
+        "| a vocabulary over": measured("ranks", ACROSS),
+        "Three peers were timed": [
+            *measured("losses", "50.6 ms where all logits", "25.1.1 | 154.6 | 1068 |"),
+            *measured("losses", "128256 | 25.3 | 23.9 | 1.81 | 1.56 |", "25.3 | 23.9 | 1.81 | 1.56 |", "1.56 |"),
+        ],
         "Rows longer than the chip can hold": [computed("src/fused_softmax/plan", once(2))],
+    },
+    "index.md": {
+        "A Python package of Triton kernels": [
+            took("cross_entropy", "cross_entropy_gradient", (4096, 128256), f"{OWN} ms", "torch ms"),
+        ],
     },
     "attention.md": {
         "`attention` computes what": [DS],
@@ -253,6 +323,13 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "`fused-softmax serve` listens": [source("trace/server/serve.py", "SECONDS = 5.0")],
     },
     "design.md": {"it asks the L2 cache": PREFETCH},
+    "examples.md": {
+        f"[{name}.py](#{name}py)": measured("bench", f"| {name}.py | {seconds} |")
+        for name, seconds in {
+            "train_tiny": 7.3, "apply_llama": 4.4, "grpo_tiny": 9.0, "generate": 6.0, "server_step": 4.0,
+            "attention_bias": 5.0, "graph_attention": 3.4, "two_ranks": 8.9,
+        }.items()
+    },
     "limits.md": {
         "bf16 rows of 262144 to 2097152": [
             elements("softmax"), ratios("softmax", "bfloat16", lambda p: p.n_cols >= 262144, max, min),
@@ -306,6 +383,32 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "This lists the changes that are": TOLERANCE,
     },
     "results.md": {
+        "**[Softmax](#softmax)** runs": [
+            ratios("softmax", "", lambda p: True, min, max),
+            slower("softmax", "softmax", "torch", "torch.compile", "liger"),
+        ],
+        "**[Losses with their gradient]": [
+            ratios("cross_entropy", "", lambda p: p.operation == "cross_entropy_gradient" and p.n_rows > 8, min, max),
+            ratios("cross_entropy", "", lambda p: p.operation == "cross_entropy_gradient" and p.n_rows == 8, min, max),
+            slower("cross_entropy", "cross_entropy_gradient", "torch"),
+        ],
+        "**[A linear layer's loss]": [
+            ratios("linear_cross_entropy", "", lambda p: True, min, max),
+            slower("linear_cross_entropy", "linear_cross_entropy", "torch", "liger"),
+        ],
+        "**Log-probabilities with the entropy**": [
+            slower("log_prob", each, "torch") for each in ("log_prob", "log_prob_gradient")
+        ],
+        "**[Tokens](#sampling)**": [
+            slower("sampling", each, "torch") for each in ("sample", "sample_top_k", "sample_top_p")
+        ],
+        "**Routing**": [slower("router", each, "torch") for each in ("route", "route_gradient")],
+        "**[Attention](#attention)** that is": [
+            slower("attention", "attention_causal", "sdpa cudnn"),
+            slower("attention", "attention_causal_gradient", "sdpa cudnn"),
+            *[slower("attention", f"attention_{each}_gradient", "flex") for each in ("biased", "sinks", "softcap")],
+            slower("attention", "attention_decode", "sdpa cudnn"),
+        ],
         "For bf16 rows that several programs share": [
             computed("measured/losses.md", lambda: 100 * (1 - 510 / 537), lambda: 100 * (1 - 531 / 580)),
             *measured(
@@ -313,24 +416,12 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
                 "50257 226",
             ),
         ],
-        "| MiB |": measured(
+        "| beside its inputs |": measured(
             "losses", "45.5, 1074 |", "the gradients are 1066.", '"fp32" | 38.3, 3070 |',
             "| Liger | 53.6 to 55.0 | 1129 |", "| torch | 40.6 | 6012 |",
         ),
         "A call now also copies": measured("losses", "3070 -> 3134 MiB"),
         "long bf16 rows of 512 Mi": [elements("long_rows")],
-        "and replaced those of": [
-            *measured("bench", "| 14 | 0.994 |", "| 20 | 1.005 |"),
-            computed("measured/bench.md", lambda: 100 * (1.035 - 1)),
-            *measured("bench", "| 20 | 0.950 |", "| 18 | 1.021 |"),
-            computed("measured/bench.md", lambda: 100 * (1.038 - 1)),
-            *measured("bench", "| 18 | 1.002 | 0.980 | 1.095 |", "| 83 | 1.000 | 0.989 | 1.039 |"),
-        ],
-        "six operations had become faster": [
-            *measured("bench", "| 42 | 0.979 | 0.776 |"), computed("measured/attention.md", capped),
-            *measured("bench", "| 25 | 0.896 | 0.252 |", "| 25 | 0.978 | 0.679 |", "| 25 | 0.995 | 0.905 |"),
-            *measured("bench", "| 42 | 0.970 | 0.758 | 1.146 |"),
-        ],
         "runs each provider for": measured("bench", "runs untimed for 100 ms first.", "is 0.99 to 1.06 in the last"),
         "one point of `h200_backward.json`": [failed("fused_softmax")],
     },
@@ -351,34 +442,35 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
             "softmax", "1.00, 1.05, 0.99 |", "| 1.34, 1.31, 1.20 |", "1.36, 3.88, 1.82 |"
         ),
     },
-    "shards.md": {
-        "With `peer`, one launch reads": [computed("src/fused_softmax/ranks/plan.py", peered)],
-        "loss and gradient, 8192 x 128256 | bf16": measured("ranks", ACROSS),
-        "loss and gradient, 8192 x 128256 | fp32": measured("ranks", "| fp32 8192 x 128256 | 1055 | 1002 |"),
-        "gradient, 4096 x 152064": measured("ranks", "| bf16 4096 x 152064 | 348 | 310 |"),
-        "gradient, 64 x 128256": measured("ranks", "| fp32 64 x 128256 | 16.6 | 14.4 |"),
-        "gradient, 1 x 128256": measured("ranks", "| fp32 1 x 128256 | 7.1 | 6.4 |"),
-        "softmax, 1024 x 262144": measured("ranks", "| softmax bf16 1024 x 262144 | 144.7 | 133.6 |"),
-        "In the run on two H200s": measured("ranks", "took 0.9 to 1.2 times as", "on one GPU, and 0.75 to 1.35 times"),
-        "| loss and gradient | 714": measured("ranks", "| loss and gradient | 714 | 2759 |"),
-        "with label smoothing | 3": measured("ranks", "with label smoothing | 3496 | 3206 |"),
-        "with class weights |": measured("ranks", "with class weights | 2956 | 2876 |"),
-        "with token statistics | 2781": measured("ranks", "with token statistics | 2781 | 3081 |"),
-        "| logsumexp | 1518": measured("ranks", "| logsumexp | 1518 | 1731 |"),
-        "| softmax and its gradient |": measured("ranks", "| softmax and its gradient | 9109 | 10939 |"),
-        "to 128256 classes, with gradients |": measured("ranks", "128256 classes, with gradients | 20477 | 20978 |"),
-        "a bf16 loss of 8192": measured("ranks", "8192 x 128256 bf16 | 704 | 747 | 1094 | 1438 | 12333 |"),
-        "an fp32 loss of 8192": measured("ranks", "the same, fp32 | 1410 | 1475 | 2116 | 2845 | 12134 |"),
-        "a bf16 loss of 4096": measured("ranks", "4096 x 152064 bf16 | 418 | 449 | 666 | 852 | 7390 |"),
-        "an fp32 loss of 64": measured("ranks", "64 x 128256 fp32 | | 17.8 | 37.9 | 28.6 | 215 |"),
-        "an fp32 loss of 1 x": measured("ranks", "1 x 128256 fp32 | | 8.3 | 22.2 | 7.6 | 136 |"),
-        "a bf16 softmax of": measured("ranks", "1024 x 262144 bf16 | 182 | 186 | | 364 | 2494 (DTensor) |"),
-        "a bf16 `linear_cross_entropy`": measured("ranks", "to 128256 bf16 | | 21209 | 21563 | 39211 | 31019 |"),
-        "On two H100s, eager calls": measured("ranks", "differ: 1903 -> 1110 us"),
-        "For comparison, half of": measured("ranks", "layer take 18408 us", "input's gradient 278.", "takes 1527."),
-        "In another test a rank was killed": measured(
-            "ranks", "at a timeout of 30 s", "within 35 s", "on another stream, in 46 s;"
+    "segments.md": {
+        "On an H200 the forward pass takes": [
+            computed("measured/segments.md", lambda: 325 / 250, lambda: 187 / 73.1),
+            *measured("segments", "bf16 | 8.6 | 39.6 |"),
+        ],
+    },
+    "post-training.md": {
+        "both passes of GRPO's head": measured(
+            "losses", "128256 | 25.3 | 23.9 |", "| 64.0 | 51.6 |", "| 45.6 | 47.5 |", "| 88.8 | 6.6 | 29.4 | 1.96 |",
+            "| 19.1 | 18.5 | 0.34 | 1.01 |",
         ),
+    },
+    "shards.md": {
+        "With `peer`, one launch does": [computed("src/fused_softmax/ranks/plan.py", peered)],
+        "loss of 8192 x 128256 | 2 H200s | 575": measured("ranks", "| bf16, 2 ranks | 494 | 575 (1.16) | 824 | 1015 |"),
+        "fp32 loss of 8192 x 128256 | 2": measured("ranks", "| fp32, 2 ranks | 998 | 1060 (1.06) | 1505 | 1993 |"),
+        "loss of 8192 x 128256 | 4 H200s": measured("ranks", "| bf16, 4 ranks | 249 | 305 (1.22) | 440 | 1009 |"),
+        "softmax of 1024 x 262144 | 4 H200s": measured("ranks", "262144, 4 ranks | 66 | 77 (1.16) | 171 | 260 |"),
+        "8192 x 4096 to 128256 | 4 H200s": measured("ranks", "128256, 4 ranks | 10018 | 11317 | 11135 | 38750 |"),
+        "loss of 8192 x 128256 | 2 H100s": measured("ranks", "8192 x 128256 bf16 | 704 | 747 | 1094 | 1438 | 12333 |"),
+        "loss of 64 x 128256 | 2 H100s": measured("ranks", "64 x 128256 fp32 | | 17.8 | 37.9 | 28.6 | 215 |"),
+        "softmax of 1024 x 262144 | 2": measured("ranks", "1024 x 262144 bf16 | 182 | 186 | | 364 | 2494 (DTensor) |"),
+        "8192 x 4096 to 128256 | 2 H100s": measured("ranks", "to 128256 bf16 | | 21209 | 21563 | 39211 | 31019 |"),
+        "In an earlier run on two H200s": measured("ranks", ACROSS),
+        "For these comparisons each rank": [
+            computed("src/fused_softmax/ranks/groups.py", lambda: distributed._SAID / 2**10)
+        ],
+    },
+    "ranks.md": {
         "a copy on an H200 |": [computed(MODEL, lambda: simulated.MEMORY / 1e12)],
         "a round of messages": [source("bench/simulated.py", "MESSAGE_US = 0.66")],
         "an all_gather of 3 numbers": [
@@ -386,9 +478,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         ],
         "NVLink has": [computed(MODEL, lambda: 2 * simulated.NVLINK / 1e9, lambda: simulated.NVLINK / 1e9)],
         "InfiniBand adapters": [computed(MODEL, lambda: 8 * simulated.NETWORK / 1e9, lambda: simulated.NETWORK / 1e9)],
-        "For these comparisons each rank": [
-            computed("src/fused_softmax/ranks/groups.py", lambda: distributed._SAID / 2**10)
-        ],
+        "the first loss takes 305": measured("ranks", "| 305 (1.22) | 440 |"),
     },
     "story.md": {"it asks the L2 cache": PREFETCH},
     "train.md": {

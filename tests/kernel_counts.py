@@ -55,6 +55,11 @@ def decode(n_keys):
     return ours.attention(made(8, 32, 1, 128), keys, keys, enable_gqa=True)
 
 
+def segments(n, grad=False):
+    x, offsets = made(n, 8, grad=grad), made(n // 40, dtype=torch.int64)
+    return ours.segment_softmax(x, offsets)
+
+
 LISTS = {
     "softmax, batches": [lambda n=n: softmax(n) for n in BATCHES],
     "softmax, vocabularies": [lambda n=n: softmax(4096, n) for n in (128256, 128000, 129280, 127936)],
@@ -74,6 +79,8 @@ LISTS = {
     "top-k, batches": [lambda n=n: sample(n, top_k=50) for n in BATCHES],
     "route, batches": [lambda n=n: route(n) for n in BATCHES],
     "route, both passes": [lambda: route(4096, True, return_aux_loss=True)],
+    "segments, numbers of elements": [lambda n=n: segments(n) for n in (400_000, 1_000_000, 14_000_000)],
+    "segments, both passes": [lambda: segments(1_000_000, True)],
     "attention, lengths": [lambda n=n: attention(n, is_causal=True) for n in (1024, 2048, 4096, 8192)],
     "attention, both passes": [lambda: attention(2048, True, is_causal=True)],
     "decode, contexts": [lambda n=n: decode(n) for n in CONTEXTS],

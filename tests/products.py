@@ -12,7 +12,9 @@ in which every two values of two parameters meet, the same few every time:
 """
 
 import importlib.metadata
+import random
 from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import pytest
@@ -26,31 +28,36 @@ QUICK = False
 
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
 GUARDS = {
-    "attention_vmap": 16, "batch_invariant": 1, "bench_shards": 24, "cold": 1, "compiled_options": 12, "docs": 1,
+    "attention_vmap": 16, "batch_invariant": 2, "bench_shards": 24, "cold": 1, "compiled_options": 12, "docs": 1,
     "examples": 1, "family_compiles": 1, "fingerprint": 1, "fp8_compiles": 1, "front_door": 1, "fuzz": 1, "hf": 16,
-    "hf_generate": 4, "hf_sweep": 64, "host": 1, "imports": 1, "interrupts": 1, "layouts_compile": 1, "library": 16,
-    "library_losses": 16, "library_sampling": 8, "losses_compile": 1, "losses_fuzz": 1, "multihead": 16, "names": 1,
-    "opinfo": 16, "opinfo_losses": 16, "page": 12, "peers": 48, "peers_gathered": 8, "peers_runner": 1,
-    "peers_waits": 1, "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "sampling_turns": 8,
-    "sampling_verification": 1, "sanitize": 2, "serve": 1, "serve_hostile": 12, "shards": 16, "shards_by_kernels": 16,
+    "hf_apply": 1, "hf_apply_sweep": 48, "hf_generate": 4, "hf_routers": 6, "hf_sweep": 64, "hf_training": 1, "host": 1,
+    "imports": 1, "interrupts": 1, "kernel_counts": 1, "layouts_compile": 1, "library": 24, "library_losses": 24,
+    "library_sampling": 8, "losses_compile": 1, "losses_fuzz": 1, "multihead": 16, "names": 1, "opinfo": 24,
+    "opinfo_losses": 16, "page": 16, "peers": 64, "peers_gathered": 8, "peers_runner": 1, "peers_waits": 1,
+    "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "sampling_turns": 8, "sampling_verification": 4,
+    "sanitize": 4, "segments_kernels": 4, "serve": 1, "serve_hostile": 12, "shards": 16, "shards_by_kernels": 16,
     "shards_divergence": 24, "shards_dtensor": 16, "shards_fsdp": 24, "shards_in_disorder": 4, "shards_kept": 4,
     "shards_linear": 16, "shards_linear_log_prob": 24, "shards_linear_pairs": 24, "shards_log_prob": 24,
     "shards_log_prob_kept": 24, "shards_losses": 16, "shards_misuse": 1, "shards_of_calls": 24, "shards_of_eight": 4,
-    "shards_route": 8, "shards_sampling": 24, "shards_seams": 16, "trace_attention": 1, "trace_notes": 8,
-    "verify_kernels": 2, "warm": 1, "without_triton": 1,
+    "shards_route": 8, "shards_sampling": 24, "shards_seams": 16, "site": 1, "trace_attention": 1, "trace_notes": 8,
+    "trl": 3, "verify_kernels": 4, "warm": 1, "without_triton": 1,
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes an eighth as many again.
 ONE_IN = {
-    "alone": 12, "attention": 6, "attention_decode": 6, "attention_hidden": 6, "attention_hopper_bias": 6,
-    "attention_large_scores": 5, "attention_short": 6, "autocast": 6, "backward": 5, "bench": 3, "calls": 6,
-    "classic": 3, "column_scores": 4, "cross_entropy": 4, "divergence": 5, "exact": 5, "flops": 3, "fp8": 12,
-    "layouts": 8, "linear_by_classes": 16, "linear_outputs": 4, "log_prob": 4, "log_prob_kept": 6,
+    "alone": 16, "attention": 10, "attention_decode": 6, "attention_hidden": 6, "attention_hopper_bias": 6,
+    "attention_large_scores": 10, "attention_short": 6, "autocast": 6, "backward": 5, "bench": 3, "calls": 6,
+    "classic": 3, "column_scores": 4, "contract": 2, "cross_entropy": 4, "divergence": 8, "divergence_at_once": 4,
+    "exact": 5, "flops": 3, "fp8": 12, "layouts": 8, "linear_by_classes": 16, "linear_log_prob": 3,
+    "linear_log_prob_by_classes": 3, "linear_outputs": 4, "linear_probabilities": 3, "log_prob": 8, "log_prob_kept": 12,
     "logsumexp_gradients": 4, "loss_defects": 3, "loss_given_lse": 5, "losses_seams": 6, "modes": 6, "neg_bit": 4,
     "no_gradient": 6, "no_room": 3, "operators": 5, "out_overlaps": 4, "route": 10, "route_kernels": 24,
-    "sample_kernels": 18, "sampling": 4, "sampling_boundaries": 4, "sampling_first": 4, "sampling_gradients": 4,
-    "sampling_options": 5, "sampling_penalties": 5, "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
+    "sample_kernels": 18, "sampling": 4, "sampling_boundaries": 4, "sampling_filters": 3, "sampling_first": 3,
+    "sampling_gradients": 4, "sampling_options": 8, "sampling_penalties": 5, "sampling_rank": 4,
+    "sampling_speculative": 2, "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
 }  # fmt: skip
 
+# A product of more cases than these is sampled first.
+MANY = 8192
 # Of the cases that compile kernels for sm_90, one in so many; by the newest Triton half as many, for other GPUs a
 # fourth. By version, which one is first.
 COMPILED_IN = 20
@@ -72,57 +79,110 @@ def one_in(number: int, values) -> list:
     ]
 
 
-def mark_exhaustive(items) -> None:
-    """Mark the cases of tests that are `pairwise` that the quick suite leaves out."""
-    tests = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("pairwise"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        marker = cases[0].get_closest_marker("pairwise")
-        possible = [case for case in cases if not _skips(case) and not case.get_closest_marker("exhaustive")]
-        chosen = cover([_places(case) for case in possible], *marker.args, **marker.kwargs)
-        quick = {possible[i].nodeid for i in chosen}
-        for case in cases:
-            if case.nodeid not in quick and not _is_named(case):
-                case.add_marker(pytest.mark.exhaustive)
+@dataclass
+class Case:
+    """One set of parameters of a test, before pytest makes an item of it."""
+
+    name: str  # file::test[id]
+    parameters: dict
+    marks: set[str]
+
+    @property
+    def named(self) -> bool:
+        return self.name in NAMED
+
+    @property
+    def target(self) -> str:
+        """The GPU that it compiles for; a loss's targets are none."""
+        return self.parameters.get("target", "sm_90") if "compiles" in self.marks else "sm_90"
+
+    @property
+    def left_out(self) -> bool:
+        return bool(self.marks & {"exhaustive", "guard"}) or self.target != "sm_90"
 
 
-def mark_guard(items) -> None:
-    """Mark what `make test` leaves to CI, and of what compiles kernels what CI leaves to `make test-all`."""
-    tests = defaultdict(list)
-    for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        file = cases[0].path.stem.removeprefix("test_")
-        compiles = bool(cases[0].get_closest_marker("compiles"))
-        if compiles:
-            _mark_compiled(cases)
-        possible = [case for case in cases if not _is_left_out(case)]
-        if compiles:
-            chosen, guards = [] if file in GUARDS else possible[-1:], cases
-        elif file in GUARDS:
-            chosen, guards = [], possible[:: GUARDS[file]]
-        else:
-            chosen, guards = possible[:: ONE_IN.get(file, 1)], possible[1 :: 8 * ONE_IN.get(file, 1)]
-        for case in set(cases) - set(chosen):
-            case.add_marker(pytest.mark.guard if case in guards or _is_named(case) else pytest.mark.exhaustive)
+def choose(metafunc) -> None:
+    """Mark a test's cases, and drop those that a quick run leaves out.
+
+    An item takes pytest a tenth of a millisecond, and whole products have 300000 cases.
+    """
+    calls, definition = metafunc._calls, metafunc.definition
+    if not calls:  # `mark_item` marks the item that pytest makes of a test without parameters
+        return
+    name, marks = _name(definition), _marks(definition)
+    cases = [Case(f"{name}[{call.id}]", call.params, marks.union(each.name for each in call.marks)) for call in calls]
+    mark(cases, definition.get_closest_marker("pairwise"), definition.path.stem)
+    pairs = list(zip(calls, cases, strict=True))
+    kept = [(call, case) for call, case in pairs if not (QUICK and "exhaustive" in case.marks)]
+    calls[:] = [
+        replace(call, marks=[*call.marks, *(getattr(pytest.mark, each).mark for each in sorted(case.marks - marks))])
+        for call, case in kept or pairs[:1]  # of an empty list pytest makes an item without parameters
+    ]
 
 
-def _mark_compiled(cases) -> None:
+def mark_item(item) -> None:
+    """The same for a test without parameters."""
+    if not hasattr(item, "callspec"):
+        case = Case(_name(item), {}, _marks(item))
+        mark([case], None, item.path.stem)
+        for name in sorted(case.marks - _marks(item)):
+            item.add_marker(getattr(pytest.mark, name))
+
+
+def mark(cases: list[Case], pairwise, file: str) -> None:
+    """Add to the cases of one test what `make test` leaves to CI, and CI to `make test-all`."""
+    if pairwise:
+        _mark_pairwise(cases, pairwise)
+    file = file.removeprefix("test_")
+    compiles = "compiles" in cases[0].marks
+    if compiles:
+        _mark_compiled(cases)
+    possible = [i for i, case in enumerate(cases) if not case.left_out]
+    if compiles:
+        chosen, guards = [] if file in GUARDS else possible[-1:], range(len(cases))
+    elif file in GUARDS:
+        chosen, guards = [], possible[:: GUARDS[file]]
+    else:
+        chosen, guards = possible[:: ONE_IN.get(file, 1)], possible[1 :: 8 * ONE_IN.get(file, 1)]
+    chosen, guards = set(chosen), set(guards)
+    for i, case in enumerate(cases):
+        if i not in chosen and "guard" not in case.marks:
+            case.marks.add("guard" if i in guards or case.named else "exhaustive")
+
+
+def _mark_pairwise(cases: list[Case], marker) -> None:
+    possible = [case for case in cases if not _skips(case) and "exhaustive" not in case.marks]
+    if len(possible) > MANY:  # whose every two values a sample holds too
+        possible = random.Random(0).sample(possible, MANY)
+    chosen = cover([_places(case) for case in possible], *marker.args, **marker.kwargs)
+    quick = {possible[i].name for i in chosen}
+    for case in cases:
+        if case.name not in quick and not case.named:
+            case.marks.add("exhaustive")
+
+
+def _mark_compiled(cases: list[Case]) -> None:
     """Every Triton compiles one case in so many of each GPU, each version others; what is left is exhaustive."""
     of_target = defaultdict(list)
     for case in cases:
-        if _target(case) != "sm_90":
-            case.add_marker(pytest.mark.other_gpus)
-        if not case.get_closest_marker("exhaustive"):
-            of_target[_target(case)].append(case)
+        if case.target != "sm_90":
+            case.marks.add("other_gpus")
+        if "exhaustive" not in case.marks:
+            of_target[case.target].append(case)
     for target, quick in of_target.items():
         step = COMPILED_IN * (4 if target != "sm_90" else 2 if _first_compiled() == FIRST_COMPILED["3.9"] else 1)
         first = _first_compiled() % min(step, len(quick))
         for i, case in enumerate(quick):
-            if i % step != first and not _is_named(case):
-                case.add_marker(pytest.mark.exhaustive)
+            if i % step != first and not case.named:
+                case.marks.add("exhaustive")
+
+
+def _name(node) -> str:
+    return f"{node.path.name}::{node.nodeid.partition('::')[2]}"
+
+
+def _marks(node) -> set[str]:
+    return {mark.name for mark in node.iter_markers()}
 
 
 def _first_compiled() -> int:
@@ -135,40 +195,29 @@ def share(values) -> list:
     return values[_first_compiled() % len(values) :: COMPILED_IN] if QUICK and values else values
 
 
-def _is_left_out(case) -> bool:
-    marked = case.get_closest_marker("exhaustive") or case.get_closest_marker("guard")
-    return bool(marked) or _target(case) != "sm_90"
-
-
-def _is_named(case) -> bool:
-    return f"{case.path.name}::{case.nodeid.partition('::')[2]}" in NAMED
-
-
-def _target(case) -> str:
-    """The GPU that a case compiles for; a loss's targets are none."""
-    return _parameters(case).get("target", "sm_90") if case.get_closest_marker("compiles") else "sm_90"
-
-
 def cover(cases: list[dict[str, int]], *whole: tuple[str, ...], strength: int = 2) -> list[int]:
     """Places of cases that hold every combination of values of `strength` parameters, and of each group of `whole`.
 
     The cases may be less than a product: what no case holds is not asked for.
     """
     names = sorted(cases[0]) if cases else []
-    groups = [*combinations(names, min(strength, len(names))), *whole]
-    holds = [[(group, *[case[name] for name in group]) for group in groups] for case in cases]
+    groups = dict.fromkeys([*combinations(names, min(strength, len(names))), *whole])
+    columns = {name: [case[name] for case in cases] for name in names}
+    holders, holds = defaultdict(list), [[] for _ in cases]
+    for at, group in enumerate(groups):
+        for i, values in enumerate(zip(*(columns[name] for name in group), strict=True)):
+            holders[at, values].append(i)
+            holds[i].append((at, values))
+    left, chosen, used = set(holders), [], Counter()
     # What few cases hold decides between them, so take it first.
-    number = Counter(combination for held in holds for combination in held)
-    missing, chosen, used = dict.fromkeys(number), [], Counter()
-    while missing:
-        rarest = min(missing, key=number.__getitem__)
-        candidates = [i for i, held in enumerate(holds) if rarest in held]
+    for rarest in sorted(holders, key=lambda each: (len(holders[each]), holders[each][0], each[0])):
+        if rarest not in left:
+            continue
         # Of equals the one whose values have been taken least, so that no value stands in all cases but one.
-        best = max(candidates, key=lambda i: (sum(each in missing for each in holds[i]), -_uses(cases[i], used), -i))
+        best = max(holders[rarest], key=lambda i: (sum(map(left.__contains__, holds[i])), -_uses(cases[i], used), -i))
         chosen.append(best)
         used.update(cases[best].items())
-        for combination in holds[best]:
-            missing.pop(combination, None)
+        left.difference_update(holds[best])
     return sorted(chosen)
 
 
@@ -176,18 +225,14 @@ def _uses(case: dict[str, int], used: Counter) -> int:
     return sum(used[value] for value in case.items())
 
 
-def _places(case) -> dict[str, int]:
+def _places(case: Case) -> dict[str, int]:
     """The parameters' values by identity, which every case of a test shares: they need not be hashable."""
-    return {name: id(value) for name, value in _parameters(case).items()}
+    return {name: id(value) for name, value in case.parameters.items()}
 
 
-def _parameters(item) -> dict:
-    return item.callspec.params if hasattr(item, "callspec") else {}
-
-
-def _skips(case) -> bool:
+def _skips(case: Case) -> bool:
     """Programs exchange fp32 states, so tests skip rows of fp64 that are split."""
-    values = _parameters(case).values()
+    values = case.parameters.values()
     return any(value is torch.float64 for value in values) and any(
         isinstance(value, str) and value == "split" for value in values
     )

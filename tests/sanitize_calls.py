@@ -15,6 +15,8 @@ from fused_softmax import (
     logsumexp,
     route,
     sample,
+    segment_logsumexp,
+    segment_softmax,
     softmax,
     speculative_sample,
 )
@@ -137,6 +139,21 @@ LOSSES = {
         [(2, 2, 1, 64), (2, 2, 1500, 64), (2, 2, 1500, 64)],
     ),
 }  # fmt: skip
+SIZES = [3, 0, 1, 70, 2, 2500, 900, 1, 523]  # of 4000 positions, whose hubs lie in several blocks
+SEGMENTS = {
+    "segments": (lambda x: segment_softmax(x, cuts(x)), lambda x: by_segments(torch.softmax, x), [(4000, 8)]),
+    "segments of single numbers": (
+        lambda x: segment_softmax(x, cuts(x)), lambda x: by_segments(torch.softmax, x), [(4000, 1)]
+    ),
+    "logsumexp of segments": (
+        lambda x: segment_logsumexp(x, cuts(x))[[0, 3, 5]],
+        lambda x: torch.stack([torch.logsumexp(x.split(SIZES)[i], 0) for i in (0, 3, 5)]), [(4000, 3)],
+    ),
+    "segments by an index": (
+        lambda x: segment_softmax(x, index=torch.arange(len(x), device=x.device) % 9, n_segments=9),
+        lambda x: torch.softmax(x.view(-1, 9, 4), 0).view(-1, 4), [(3600, 4)],
+    ),
+}  # fmt: skip
 IDS = torch.arange(3 * 1500).view(3, 1500) % 4100
 DRAWS = {
     "a draw": {},
@@ -157,7 +174,15 @@ SPECULATIONS = {
     "drafts without a distribution": {"told": False, "verify": "tree", "parents": PARENTS},
 }
 MASKS = {"a mask by top-p": 0.9, "a mask by min-p": 0.05, "a mask by top-k": 20}
-NAMES = (*GRADIENTS, *LOSSES, *DRAWS, *SPECULATIONS, *MASKS)
+NAMES = (*GRADIENTS, *LOSSES, *SEGMENTS, *DRAWS, *SPECULATIONS, *MASKS)
+
+
+def cuts(x):
+    return torch.tensor([0, *torch.tensor(SIZES).cumsum(0).tolist()], device=x.device)
+
+
+def by_segments(function, x):
+    return torch.cat([function(each, 0) for each in x.split(SIZES)])
 
 
 def random(shape, dtype, seed) -> Tensor:
@@ -176,7 +201,7 @@ def call(name: str, dtype: torch.dtype, device: str) -> None:
 
 
 def differentiate(name, dtype, device):
-    ours, torchs, shapes = {**GRADIENTS, **LOSSES}[name]
+    ours, torchs, shapes = {**GRADIENTS, **LOSSES, **SEGMENTS}[name]
     given = [random(shape, dtype, seed) for seed, shape in enumerate(shapes)]
     # A class weight that has a gradient takes torch's operations.
     kept = [i for i, shape in enumerate(shapes) if len(shape) > 1]

@@ -43,6 +43,10 @@ def check_results():
                 torch.log_softmax(x, -1), torch.log_softmax(x.detach().flip(0), -1), reduction="sum", log_target=True
             ),
         ),
+        (
+            lambda: fused_softmax.segment_softmax(x, torch.tensor([0, 3, 3, 5])),
+            lambda: torch.cat([torch.softmax(x[:3], 0), torch.softmax(x[3:], 0)]),
+        ),
     ):
         found, expected = ours(), torchs()
         torch.testing.assert_close(found, expected)

@@ -296,6 +296,7 @@ def over_ranks(group, given):
     return found
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("given", one_in(4, DTYPES), ids=str)
 def test_over_ranks_results_have_the_same_dtypes(given, ranks):
     for found in ranks(2, over_ranks, given):

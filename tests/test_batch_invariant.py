@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batch_kernels import instructions
 from conftest import kernels, peaked
 from products import pairwise
 from torch.nn import functional
@@ -115,6 +116,28 @@ def kernels_apart(*how):
 def test_one_kernel_is_launched_for_every_batch():
     assert kernels_apart("alone") == {}
     assert len(kernels_apart("any")) > 20
+
+
+def test_instructions_are_the_same_from_another_checkout():
+    """Triton's cache holds kernels of all checkouts of a machine, which differ in the names of their files."""
+    ptx = """
+.visible .entry _tile_forward(
+)
+{{
+	.loc	1 84 4                          // {0}:84:4
+	ret;
+}}
+	.file	1 "{0}"
+	.section	.debug_info
+	{{
+.b32 {1}                                // Length of Unit
+	}}
+	.section	.debug_loc	{{	}}
+"""
+    one, other = (instructions(ptx.format(name, len(name))) for name in ("/one/forward.py", "/another/forward.py"))
+    assert one == other
+    assert "ret;" in one
+    assert one != instructions(ptx.format("/one/forward.py", 15).replace("ret;", "trap;"))
 
 
 @pytest.mark.compiles

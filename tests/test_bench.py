@@ -18,7 +18,7 @@ from rich.console import Console
 
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.entries import ceiling, layers, losses, makers, sampling, softmaxes
+from fused_softmax.bench.entries import ceiling, layers, losses, makers, routing, sampling, softmaxes
 from fused_softmax.bench.entries import filters as entries_filters
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.operations import OPERATIONS
@@ -106,7 +106,7 @@ def test_custom_takes_any_operation_and_the_dims_it_takes():
         Case((4, 8, 16), operation="logsumexp"),
     ]
     assert sweeps.build("custom", cols=[100], elements=1000) == [Case((10, 100))]
-    with pytest.raises(ValueError, match="custom measures the shapes that"):
+    with pytest.raises(ValueError, match="custom has no shapes of its own"):
         sweeps.build("custom", rows=[4])
     with pytest.raises(ValueError, match="custom takes shapes of 4 dims"):
         sweeps.build("custom", cases.parse_shapes("8x128"), operations=["softmax_causal"])
@@ -353,6 +353,19 @@ def test_of_two_layers_the_students_gradients_are_judged(monkeypatch):
     assert check.verdict(judge, liger, own=False)[0] == ""
 
 
+def put_modules(monkeypatch, stand_ins):
+    """Put modules in the place of installed ones, with what each has, and empty packages around them."""
+    for name, has in stand_ins.items():
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            package = ".".join(parts[:i])
+            if package not in stand_ins:
+                monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        module = ModuleType(name)
+        module.__dict__.update(has)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Modules under the names of TRL, Liger and verl, with what the bench calls of them, of torch's operations."""
@@ -389,15 +402,7 @@ def stand_ins(monkeypatch):
         },
         "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": of_verl},
     }  # fmt: skip
-    for name, has in stand_ins.items():
-        parts = name.split(".")
-        for i in range(1, len(parts) + 1):
-            package = ".".join(parts[:i])
-            if package not in stand_ins:
-                monkeypatch.setitem(sys.modules, package, ModuleType(package))
-        module = ModuleType(name)
-        module.__dict__.update(has)
-        monkeypatch.setitem(sys.modules, name, module)
+    put_modules(monkeypatch, stand_ins)
 
 
 @pytest.mark.parametrize("name", ["log_prob", "log_prob_gradient", "linear_log_prob"])
@@ -407,6 +412,55 @@ def test_calls_of_other_projects_log_probabilities_are_judged_as_ours(name, stan
     judge = check.Judge(case, inputs)
     peers = set(catalog.PEERS[name]) - catalog.VARIANTS
     assert peers == {"trl", "verl", *(["liger"] if name == "linear_log_prob" else [])}
+    for peer in peers:
+        assert check.verdict(judge, OPERATIONS[name].providers[peer](case), own=False)[0] == "", peer
+
+
+@pytest.fixture
+def stand_ins_of_routers(monkeypatch):
+    """Modules under the names of QuACK, vLLM and Transformer Engine, with what the bench calls of them."""
+
+    def topk(x, k, softmax):
+        assert softmax
+        values, ids = x.topk(k)
+        return torch.softmax(values.float(), -1).to(x.dtype), ids.int()
+
+    def topk_softmax(weights, ids, rows, x, renormalize):
+        assert (weights.dtype, ids.dtype, rows.dtype, renormalize) == (torch.float32, torch.int32, torch.int32, True)
+        of_k, found = routing.best(x, ids.shape[1])[1:]
+        weights.copy_(of_k)
+        ids.copy_(found)
+
+    def fused_topk_with_score_function(
+        x, k, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias
+    ):
+        assert (x.dtype, use_pre_softmax, score_function) == (torch.float32, False, "softmax")
+        assert num_groups is group_topk is scaling_factor is expert_bias is None
+        weights, ids = routing.best(x, k)[1:]
+        return torch.zeros_like(x).scatter(1, ids, weights), torch.zeros_like(x).scatter(1, ids, 1).bool()
+
+    def fused_moe_aux_loss(probs, tokens_per_expert, total_num_tokens, num_experts, topk, coeff):
+        assert (len(probs), tokens_per_expert.dtype) == (total_num_tokens, torch.int32)
+        shares = tokens_per_expert / (total_num_tokens * topk)
+        return coeff * num_experts * (shares * probs.sum(0) / total_num_tokens).sum()
+
+    put_modules(monkeypatch, {
+        "quack.topk": {"topk": topk},
+        "vllm": {"_custom_ops": SimpleNamespace(topk_softmax=topk_softmax)},
+        "transformer_engine.pytorch.router": {
+            "fused_topk_with_score_function": fused_topk_with_score_function,
+            "fused_compute_score_for_moe_aux_loss": lambda x, k, score: (None, torch.softmax(x.float(), -1)),
+            "fused_moe_aux_loss": fused_moe_aux_loss,
+        },
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["route", "route_gradient"])
+def test_other_projects_routers_are_judged_as_ours(name, stand_ins_of_routers):
+    case = sample(name)
+    judge = check.Judge(case, check.inputs(case, 1, "cpu", seed=0)[0])
+    peers = set(catalog.PEERS[name])
+    assert peers == {"transformer_engine", *(["quack", "vllm"] if name == "route" else [])}
     for peer in peers:
         assert check.verdict(judge, OPERATIONS[name].providers[peer](case), own=False)[0] == "", peer
 
@@ -540,7 +594,7 @@ def test_runs_of_one_source_on_one_machine_match_and_no_others():
     assert (
         resume.mismatch(run(source="2"), run(torch="2.12.0")) == "source 2 then, 1 now; torch 2.11.0 then, 2.12.0 now"
     )
-    assert "GPU name H200 then, None now" in resume.mismatch(run(), Run({**run().environment, "gpu": None}, "bench"))
+    assert "GPU name H200 then, none now" in resume.mismatch(run(), Run({**run().environment, "gpu": None}, "bench"))
 
 
 def test_what_another_try_can_change_is_measured_again():
@@ -671,7 +725,7 @@ def test_geometric_means_are_by_operation_dtype_provider_and_clock():
 def test_an_unknown_schema_is_refused(tmp_path):
     path = tmp_path / "results.json"
     path.write_text(json.dumps({"schema": 99}))
-    with pytest.raises(ValueError, match="schema 99"):
+    with pytest.raises(ValueError, match="is not what `fused-softmax bench --out` writes"):
         record.load(path)
 
 
@@ -710,9 +764,34 @@ def test_a_plot_stands_on_what_varies(tmp_path):
     assert "4 x 256 x 16 dim 1" in text
 
 
+def test_a_plot_has_the_figures_of_another_run_below_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(charts, "VALIDATE", True)
+    here = run_of(*(replace(point(n, "torch"), kernel=None, call=Figure(1, 2, 3, 5.0), ceiling=None) for n in (8, 16)))
+    there = run_of(*(point(n, name) for n in (8, 16) for name in ("fused_softmax", "torch")))
+    here.environment["gpu"], there.environment["gpu"]["name"] = None, "Other GPU"
+    above, below = charts.pictures([here, there])["vconcat"]
+    assert above["title"].startswith("torch on a CPU")
+    assert below["title"].startswith("Other GPU")
+    assert "fused_softmax" not in json.dumps(above)
+    plot.plot(here, tmp_path / "plot.svg", there)
+    text = (tmp_path / "plot.svg").read_text()
+    assert all(each in text for each in ("torch on a CPU", "Other GPU", "best copy kernel"))
+    assert plot.shows(tmp_path / "plot.svg", here)
+
+
+def test_of_kernels_those_of_the_named_providers_are_checked():
+    assert list(verify.kernels(["softmax"], ["fused_softmax", "torch"])) == list(verify.STRATEGIES)
+    assert list(verify.kernels(["softmax", "logsumexp"], ["naive", "torch"])) == ["naive"]
+    assert list(verify.kernels(["logsumexp"], ["fused_softmax"])) == ["logsumexp"]
+    assert set(verify.kernels(["softmax"])) == {*verify.STRATEGIES, *catalog.CLASSICS}
+    assert list(verify.verify(["softmax"], ["torch"])) == []
+
+
 def test_interpreter_checks_not_reached_are_named():
     names = ["softmax", "logsumexp"]
-    assert {c.kernel: c.status for c in verify.verify(names, 0.01)} == dict.fromkeys(verify.kernels(names), "not run")
+    assert {c.kernel: c.status for c in verify.verify(names, seconds=0.01)} == dict.fromkeys(
+        verify.kernels(names), "not run"
+    )
 
 
 @pytest.mark.skipif(not verify.interpreting(), reason="runs where kernels are interpreted")

@@ -112,7 +112,7 @@ def test_what_fails_on_one_rank_is_left_out_on_all(ranks, how, status, said):
 
 def test_columns_that_ranks_cannot_share_are_skipped(ranks):
     for (point,) in ranks.values(2, measured, Case((6, 25), "float32", "softmax"), ["one GPU"]):
-        assert (point.status, point.message) == ("skipped", "25 columns are no multiple of 2 ranks")
+        assert (point.status, point.message) == ("skipped", "25 columns cannot be shared equally by 2 ranks")
 
 
 def test_shapes_go_to_the_operations_that_take_them():
@@ -122,14 +122,19 @@ def test_shapes_go_to_the_operations_that_take_them():
     }  # fmt: skip
     assert {case.dtype for case in shards_command.chosen((), (), ["float16"], quick=False)} == {"float16"}
     assert len(shards_command.chosen((), (), (), quick=True)) == 2
-    with pytest.raises(click.UsageError, match=r"softmax takes rows x columns, .* not 8 x 4 x 24"):
-        shards_command.chosen(["softmax"], parse_shapes("8x4x24"), (), quick=False)
+    for operations, shapes, said in (
+        (["softmax"], "8x4x24", "softmax takes shapes of rows x columns; not 8 x 4 x 24"),
+        ([], "8x24,8x4x24x2", "a shape is rows x columns, or of linear_cross_entropy .*; not 8 x 4 x 24 x 2"),
+        (["softmax"], "8x24,24x8:0", "softmax takes shapes of rows x columns; not 24 x 8 dim 0"),
+    ):
+        with pytest.raises(click.UsageError, match=f"^{said}$"):
+            shards_command.chosen(operations, parse_shapes(shapes), (), quick=False)
 
 
 def test_the_command_says_what_it_takes_and_how_it_is_run(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     alone = CliRunner().invoke(main, ["bench", "shards", "--shape", "8x24"])
-    assert (alone.exit_code, "run torchrun --nproc-per-node 2" in alone.output) == (2, True)
+    assert (alone.exit_code, "run `torchrun --nproc-per-node 2" in alone.output) == (2, True)
     listed = CliRunner().invoke(main, ["bench", "shards", "--list"]).output
     assert "cross_entropy_gradient  fused_softmax collective, fused_softmax peer, one GPU, loss_parallel" in listed
     unknown = CliRunner().invoke(main, ["bench", "shards", "--provider", "quack"])

@@ -20,7 +20,7 @@ from fused_softmax.cli import main
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(measure, "on_gpu", lambda: False)
-    monkeypatch.setattr(run, "verify", lambda operations: iter([record.Check("tile", 3, 5, "float32", "ok", 1e-7)]))
+    monkeypatch.setattr(run, "verify", lambda *_: iter([record.Check("tile", 3, 5, "float32", "ok", 1e-7)]))
 
 
 def fused_softmax(*arguments):
@@ -47,8 +47,7 @@ def test_bench_measures_prints_and_records(tmp_path):
     assert kept.complete
     assert kept.command.endswith("--out results.json --plot plot.png")
     assert image.stat().st_size > 1000
-    assert "not timed" in result.output
-    assert "tile: ok" in result.output
+    assert "On a CPU torch computes" in result.output
 
 
 def test_absent_and_untimed_providers_are_named_with_the_reason():
@@ -69,6 +68,7 @@ def test_a_wrong_provider_gets_no_speed_and_fails_the_run(monkeypatch, tmp_path)
     assert (good.status, good.call is None) == ("ok", False)
 
 
+@pytest.mark.guard
 # A row of few-rows has 64 Mi columns.
 @pytest.mark.parametrize(
     "name",
@@ -131,10 +131,45 @@ def test_a_provider_that_raises_is_recorded_with_its_message(monkeypatch):
 
 def test_a_wrong_kernel_under_the_interpreter_fails_the_run(monkeypatch):
     bad = record.Check("split", 3, 5, "float32", "wrong", message="largest error 1")
-    monkeypatch.setattr(run, "verify", lambda operations: iter([bad]))
-    result = bench("--provider", "torch")
+    monkeypatch.setattr(run, "verify", lambda *_: iter([bad]))
+    result = bench("--verify-only")
     assert result.exit_code == 1
     assert "split: wrong, largest error 1" in result.output
+
+
+def test_kernels_are_interpreted_for_who_asks_to_verify_them(monkeypatch):
+    asked = []
+
+    def verified(operations, names):
+        asked.append((operations, list(names)))
+        return iter([record.Check("tile", 3, 5, "float32", "ok", 1e-7)])
+
+    monkeypatch.setattr(run, "verify", verified)
+    result = bench("--provider", "fused,torch")
+    assert (result.exit_code, asked) == (0, [])
+    assert "fused_softmax is timed by them" in result.output
+    assert "--verify-only compares them" in result.output
+    result = bench("--provider", "fused,torch", "--verify-only")
+    assert asked == [(["softmax"], ["fused_softmax", "torch"])]
+    assert "tile: ok" in result.output
+
+
+def test_without_a_gpu_torch_alone_is_timed_for_who_names_nobody(tmp_path):
+    result = bench("--out", tmp_path / "r.json")
+    assert result.exit_code == 0
+    assert [(point.provider, point.status) for point in record.load(tmp_path / "r.json").points] == [("torch", "ok")]
+    assert "torch's times are also fused_softmax's" in result.output
+    for word in ("untimed", "absent", "refused"):
+        assert word not in result.output
+
+
+def test_a_plot_says_whose_figures_stand_below_its_own(tmp_path):
+    other, image = saved(tmp_path / "other.json", 2000), tmp_path / "plot.svg"
+    result = bench("--plot", image, "--beside", other)
+    assert result.exit_code == 0, result.output
+    assert "plot.svg has this run at the top, and figures of NVIDIA H200 below." in result.output
+    assert "torch on a CPU" in image.read_text()
+    assert "NVIDIA H200" in image.read_text()
 
 
 def test_verify_only_times_nothing(tmp_path):
@@ -238,6 +273,17 @@ def test_a_run_of_another_kind_is_not_gone_on_with(monkeypatch, tmp_path):
     assert out.read_bytes() == before[:-20]
 
 
+def test_why_a_run_is_not_gone_on_with_is_told_by_what_others_follow_from():
+    """Of another GPU its name, and of other kernels one digest, not one of each operation."""
+    gpu = {"name": "NVIDIA H200", "sm_count": 132, "capability": "9.0"}
+    kernels = {"kernels": "1", "kernels_of": {"softmax": "1", "logsumexp": "1"}}
+    old = record.Run({"torch": "2.11", "gpu": gpu, **kernels}, "")
+    new = record.Run({"torch": "2.11", "gpu": None, "kernels": "2", "kernels_of": {"softmax": "2"}}, "")
+    assert record.mismatch(old, new) == "GPU name NVIDIA H200 then, none now; kernels 1 then, 2 now"
+    other = record.Run(old.environment | {"gpu": gpu | {"sm_count": 114}}, "")
+    assert record.mismatch(old, other) == "GPU sm_count 132 then, 114 now"
+
+
 def test_a_wrong_point_that_is_kept_fails_the_run_still(monkeypatch, tmp_path):
     out = tmp_path / "results.json"
     with monkeypatch.context() as patch:
@@ -304,11 +350,11 @@ def test_one_shape_of_a_wrong_provider_has_no_figure(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (["--M", "8"], 2, "--N"),
+        (["--M", "8"], 2, "Missing option '--cols'."),
         (["--M", "0", "--N", "8"], 2, "not a positive size"),
         (["--M", "8", "--N", "8", "--backend", "cudnn"], 2, "unknown provider 'cudnn'"),
         (["--M", "8", "--N", "8", "--backend", "hybrid"], 1, "a GPU kernel, and there is no GPU"),
-        (["--M", "8", "--N", "8", "--op", "softmax_causal"], 2, "softmax_causal takes shapes of 4 dims"),
+        (["--M", "8", "--N", "8", "--op", "softmax_causal"], 2, "softmax_causal takes shapes of 4 dims, not of rows"),
         (["--M", "8", "--N", "8", "--op", "logsumexp", "--backend", "liger"], 2, "logsumexp has no provider 'liger'"),
         (["--M", "64Mi", "--N", "64Mi", "--backend", "torch"], 1, "GiB are free"),
     ],
@@ -341,7 +387,7 @@ def test_compare_says_what_moved_and_exits_for_ci(tmp_path):
     assert fused_softmax("bench", "compare", fast, slow, "--tolerance", "60").exit_code == 0
     nothing = fused_softmax("bench", "compare", fast, slow, "--provider", "torch,liger")
     assert (nothing.exit_code, nothing.stdout) == (2, "")
-    assert nothing.stderr == "Error: nothing of torch, liger could be compared\n"
+    assert nothing.stderr == ("Error: nothing of torch, liger could be compared; no point has a figure in both\n")
 
 
 def test_compare_says_that_gpus_and_dtypes_differ(tmp_path):
@@ -349,7 +395,9 @@ def test_compare_says_that_gpus_and_dtypes_differ(tmp_path):
     result = fused_softmax("bench", "compare", one, other)
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
-    assert line.startswith("Error: nothing could be compared; 1 only before; 1 only after; ")
+    assert line.startswith(
+        "Error: nothing could be compared; 1 point is only in the first file; 1 point is only in the second file; "
+    )
     assert "different GPUs: NVIDIA H200, then NVIDIA H100" in line
     assert "different dtypes: float32, then bfloat16" in line
 
@@ -400,9 +448,10 @@ def test_an_unwritable_file_is_found_before_measuring(monkeypatch, tmp_path, opt
         (["--plot", "figure.txt"], "must end in .png"),
         (["--reps", "0"], "0 is not in the range"),
         (["--resume"], "--resume continues the file that --out names"),
-        (["custom"], "custom measures the shapes that --shape"),
+        (["custom"], "custom has no shapes of its own: give --shape"),
+        (["custom", "--shape", "8x8", "--rows", "8"], "custom has no shapes of its own: give --shape, or --cols"),
         (["batch", "vocab", "--op", "logsumexp"], "batch has no operation 'logsumexp'"),
-        (["--op", "matmul"], "unknown operation 'matmul'; known: softmax, softmax_dim"),
+        (["--op", "matmul"], "unknown operation 'matmul'; --list names all"),
     ],
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(arguments, complaint):

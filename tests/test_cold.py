@@ -19,7 +19,7 @@ from fused_softmax.bench.commands.commands import asked_of
 from fused_softmax.bench.committed import COMMITTED, Row, state
 from fused_softmax.bench.entries.first_calls import CALLS
 from fused_softmax.bench.entries.operations import operation_of
-from fused_softmax.bench.measure import cold, first_call, measure, run
+from fused_softmax.bench.measure import cold, first_call, measure, run, verify
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import CompiledKernel, FirstCall, Run
 from fused_softmax.cli import main
@@ -125,9 +125,9 @@ def test_the_command_writes_what_it_measures(gpu, tmp_path):
     assert found.first_calls == [first("softmax"), first("log_softmax")]
     assert {"kernels", "source", "processor", "cores"} <= found.environment.keys()
     assert os.listdir(tmp_path) == ["cold.json"]
-    assert "1/2 softmax: 2.0 s, 1 kernels" in result.stderr
+    assert "1/2 softmax: 2.0 s, 1 kernel" in result.stderr
     assert re.search(r"^all +2 +4.00 +2.00 +2 +2.00 +0.50 +1.00 +0.50", result.stdout, re.M)
-    assert "a process took 5.0 to 5.0 s to import, and 0.5 to 0.5 s to make CUDA's context" in result.stdout
+    assert "a process took 5.0 s to import, and 0.5 s to make CUDA's context" in result.stdout
 
 
 def test_all_are_measured_unless_some_are_named(gpu):
@@ -206,12 +206,18 @@ def test_a_process_says_why_it_failed(tmp_path):
         cold.measure("softmax", tmp_path, (sys.executable, "-c", code))
 
 
-@pytest.mark.skipif(measure.on_gpu(), reason="of a machine that has no GPU")
-def test_without_a_gpu_it_refuses_in_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("interpreted", "said"),
+    [
+        (False, "no GPU: nothing was measured"),
+        (True, "kernels are interpreted in this process (FUSED_SOFTMAX_INTERPRET=1), so they cannot be timed"),
+    ],
+)
+def test_without_a_gpu_it_refuses_in_one_line(monkeypatch, tmp_path, interpreted, said):
+    monkeypatch.setattr(measure, "on_gpu", lambda: False)
+    monkeypatch.setattr(verify, "interpreting", lambda: interpreted)
     result = bench_cold("--out", str(tmp_path / "cold.json"))
-    assert (result.exit_code, result.stderr) == (
-        2, "Error: first calls need a GPU, and kernels that are not interpreted\n"
-    )  # fmt: skip
+    assert (result.exit_code, result.stderr) == (1, f"Error: {said}\n")
     assert os.listdir(tmp_path) == []
 
 
@@ -240,7 +246,7 @@ def test_a_committed_file_is_made_anew_when_it_is_not_current(gpu, monkeypatch, 
     result = CliRunner().invoke(main, bench_all)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[:1] == ["h100_cold: missing"]
-    assert "h100_cold: measured now: 1 first calls in 0 s" in result.stdout
+    assert "h100_cold: measured now: 1 first call in 0 s" in result.stdout
     assert CliRunner().invoke(main, bench_all).stdout == "h100_cold: current: of the kernels of this source\n"
     assert gpu == ["softmax"]
     path, environment = tmp_path / "h100_cold.json", run.environment()

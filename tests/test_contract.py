@@ -428,7 +428,7 @@ BAD = {
     ),
     "sink along dim": (
         {"sink": ones(4)}, ValueError,
-        r"a sink tensor holds one value a row: it broadcasts to \(2, 3, 1\), got shape \(4,\)",
+        r"sink must have one value a row, in a shape that broadcasts to \(2, 3, 1\), got shape \(4,\)",
     ),
     "sink sparse": (
         {"sink": lambda d: torch.ones(3, 1, device=d).to_sparse()}, RuntimeError,
@@ -784,6 +784,12 @@ def test_autocast_gives_fp32_as_torchs_softmax_does(function, device):
 def test_logsumexp_refuses_an_out_of_another_device_before_any_launch(scored, no_launch, device):
     with pytest.raises(RuntimeError, match=r"logsumexp: out.*device.*meta"):
         public("logsumexp", torch.ones(2, 3, 4, device=device), out=torch.empty(2, 3, device="meta"), **scored)
+
+
+@pytest.mark.parametrize(("dim", "said"), [(None, r"NoneType \(None\)"), (0.5, r"float \(0.5\)"), ("1", "str")])
+def test_logsumexp_names_the_dim_that_is_none(dim, said, no_launch, device):
+    with pytest.raises(TypeError, match=rf"^logsumexp: dim must be an int or a sequence of ints, not {said}"):
+        public("logsumexp", torch.ones(2, 3, device=device), dim)
 
 
 def test_cpu_tensors_take_torchs_operations_without_the_interpreter():

@@ -572,16 +572,16 @@ WRONG = {
     ),
     "of probabilities": (
         {"target_is": "probs", "target_temperature": 1.0}, ValueError,
-        'target_temperature is of logits, and target_is is "probs"',
+        'target_temperature is for targets of logits, got target_is="probs"',
     ),
     "target_is": ({"target_is": "p"}, ValueError, 'target_is is one of "logits", "log_probs", "probs"; got \'p\''),
-    "rest": ({"rest": "drop"}, ValueError, 'rest is "renormalize" or "lump", got \'drop\''),
-    "rest of all": ({"rest": "lump"}, ValueError, "rest is of columns, and there are none"),
+    "rest": ({"rest": "drop"}, ValueError, 'rest must be "renormalize" or "lump", got \'drop\''),
+    "rest of all": ({"rest": "lump"}, ValueError, "rest needs columns, got columns=None"),
     "columns' type": ({"columns": [1]}, TypeError, "columns must be a Tensor, not list"),
     "columns' dtype": ({"columns": C.float()}, RuntimeError, "columns must be of int64 or int32, got torch.float32"),
     "columns' device": ({"columns": C.to("meta")}, RuntimeError, "columns must be on the input's device cpu, got meta"),
-    "columns' shape": ({"columns": C[:2]}, ValueError, r"columns must have shape \(3, 'k'\), got \(2, 2\)"),
-    "no columns": ({"columns": C[:, :0]}, ValueError, r"columns must have shape \(3, 'k'\), got \(3, 0\)"),
+    "columns' shape": ({"columns": C[:2]}, ValueError, r"columns must have shape \(3, k\), got \(2, 2\)"),
+    "no columns": ({"columns": C[:, :0]}, ValueError, r"columns must have shape \(3, k\), got \(3, 0\)"),
     "columns' target": ({"columns": C}, ValueError, r"target must have the columns' shape \(3, 2\), got \(3, 7\)"),
     "lumped logits": (
         {"columns": C, "target": Y[:, :2], "rest": "lump"}, ValueError, 'rest="lump" takes a teacher\'s probabilities'

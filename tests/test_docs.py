@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +64,8 @@ def test_the_readme_can_be_read_in_a_minute():
     assert {"benchmarks/results/h200_softmax.png", "docs/images/page.png"} <= set(LINK.findall(text))
     first = text.split("\n\n")[1]
     assert len(re.findall(r"\.(?=\s|$)", first)) == 3, "what it is and for whom, in three sentences"
+    commands = re.search(r"^## Start\n.*?^```\n(.*?)^```$", text, re.M | re.S)[1]
+    assert [line.split()[:2] for line in commands.splitlines()] == [["make", "demo"], ["make", "test"]]
     example = re.search(r"^## Use\n+```python\n(.*?)^```$", text, re.M | re.S)[1]
     without = re.search(r"^## What it does not do\n(.*?)^## ", text, re.M | re.S)[1]
     for ten in (example, without):
@@ -84,12 +85,11 @@ def test_every_page_is_in_the_sites_contents():
     assert listed == {page.name for page in [*PAGES, *OF_THE_ROOT[1:]]} | {f"measured/{page.name}" for page in MEASURED}
 
 
-def blocks(page):
-    """The Python of a page, which runs from its top: (line, code)."""
+def blocks(page, every=False):
+    """The Python of a page, which runs from its top: (line, code). With `every`, also blocks that do not run."""
     text = page.read_text()
-    return [
-        (text[: found.start("code")].count("\n"), found["code"]) for found in BLOCK.finditer(text) if not found["why"]
-    ]
+    found = [each for each in BLOCK.finditer(text) if every or not each["why"]]
+    return [(text[: each.start("code")].count("\n"), each["code"]) for each in found]
 
 
 RUN = """
@@ -204,35 +204,3 @@ def test_docstrings_become_markdown():
         "What it does.", "", "- **dim**: one of", "    them.", "- **scale, mask and sink**: more.", "", "",
         "Returns a: b.", "", "", "```pycon", ">>> f(1)", "2", "```",
     ]  # fmt: skip
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("width", [1400, 390])
-def test_the_site_opens_in_a_browser_without_errors_and_without_a_network(tmp_path, width):
-    pytest.importorskip("mkdocs", reason="the site's packages are not installed")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium") or pytest.skip("chromium is not installed")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
-    wrong = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": width, "height": 900})
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda request: wrong.append(request.url) if request.url.startswith("http") else None)
-        found = {*tmp_path.glob("*.html"), *tmp_path.glob("measured/*.html")}
-        for path in sorted(found - {tmp_path / "404.html"}):  # whose links are a server's
-            page.goto(path.as_uri())
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, path.name
-        page.goto((tmp_path / "index.html").as_uri())
-        if width == 1400:
-            page.locator("input.md-search__input").click()
-            page.keyboard.type("prefetch")
-            page.locator(".md-search-result__item").first.wait_for()
-        page.goto((tmp_path / "story.html").as_uri())
-        frame = page.frame_locator("iframe >> nth=0")
-        frame.get_by_role("button", name="Step", exact=True).click()
-        assert frame.locator("[data-position]").inner_text() == "1"
-        browser.close()
-    assert not wrong

@@ -20,6 +20,7 @@ import fused_softmax
 from fused_softmax.core.route import Route
 from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.ops.sampling import speculative
+from fused_softmax.ops.segments import segments
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -54,6 +55,11 @@ def train_tiny():
 def generate():
     pytest.importorskip("transformers", reason="the example generates by a model of the transformers package")
     return module_of("generate")
+
+
+@pytest.fixture
+def graph_attention():
+    return module_of("graph_attention")
 
 
 @pytest.fixture
@@ -355,6 +361,15 @@ def test_rewards_rise_alike_with_our_log_probabilities(by, grpo_tiny, device, tm
     assert "at most apart: log-probabilities" in said
 
 
+def test_a_graph_learns_whom_to_believe(graph_attention, device, monkeypatch):
+    """On a CPU by torch's operations, as its users run it: to interpret a hundred steps takes minutes."""
+    if device == "cpu":
+        monkeypatch.setattr(segments, "route_of", lambda *tensors, **_: Route.COMPOSED)
+    before, after = graph_attention.main(["--device", device])
+    assert before < after
+    assert after > 0.9
+
+
 @pytest.mark.parametrize("name", ["two_ranks", "train_tiny", "generate", "attention_bias", "grpo_tiny"])
 def test_a_picture_that_exists_is_kept(request, name, tmp_path, capsys):
     out = tmp_path / "curves.png"
@@ -395,6 +410,7 @@ WRONG = {
         **dict.fromkeys(("ranks", "steps", "vocab", "hidden", "tokens", "length"), WHOLE),
         "dtype": ("bfloat16",), "out": PICTURES,
     },
+    "graph_attention": dict.fromkeys(("steps", "nodes", "edges", "heads"), WHOLE),
     "server_step": {
         **dict.fromkeys(("places", "requests", "steps", "vocab", "hidden"), WHOLE), "drafts": WHOLE[1:],
     },
@@ -505,3 +521,63 @@ def test_what_stops_an_example_later_is_one_line(error, said, attention_bias, ca
 def test_a_fault_of_an_example_keeps_its_traceback(attention_bias, capsys):
     attention_bias.options.in_one_line(ZeroDivisionError, ZeroDivisionError("division by zero"), None)
     assert "ZeroDivisionError: division by zero" in capsys.readouterr().err
+
+
+def test_apply_llama_trains_as_before(capsys):
+    pytest.importorskip("transformers", reason="the example trains a model of the transformers package")
+    found = module_of("apply_llama").main(["--tokens", "16", "--vocab", "50", "--steps", "1", "--layers", "1"])
+    assert found["apply"].loss == pytest.approx(found["plain"].loss, rel=1e-4)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "loss       LlamaForCausalLM.lm_head, 50 classes: linear_cross_entropy"
+    assert re.fullmatch(r"apply: loss \d+\.\d{4}, \d+\.\d ms a step", said[-1])
+
+
+PAGE = (EXAMPLES.parent / "docs/examples.md").read_text()
+TABLE = dict(re.findall(r"^\| \[(\w+)\.py\]\(#\w+\) \| (\d+) \|", PAGE, re.MULTILINE))
+FEW = {
+    "train_tiny": ["--steps", "2"],
+    "apply_llama": ["--steps", "1"],
+    "grpo_tiny": ["--steps", "2"],
+    "generate": ["--draws", "20", "--new-tokens", "3"],
+    "server_step": ["--requests", "4", "--steps", "3"],
+    "attention_bias": ["--steps", "2"],
+    "graph_attention": ["--steps", "2"],
+    "two_ranks": ["--steps", "2"],
+}
+
+
+def test_the_page_has_every_example():
+    programs = {path.stem for path in EXAMPLES.glob("*.py") if "def main(" in path.read_text()}
+    assert programs == FEW.keys() == TABLE.keys()
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_an_example_says_how_long_it_takes(name):
+    about = " ".join((EXAMPLES / f"{name}.py").read_text().split('"""')[1].split())
+    assert re.findall(r"takes about (\d+) s on two CPU cores\.", about) == [TABLE[name]]
+    assert re.search(r"\bprints\b", about)
+
+
+def without_numbers(line):
+    return re.sub(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", "N", re.sub(r"\[[\d, ]*\]", "[]", line))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_an_example_prints_what_the_page_says(name, tmp_path, monkeypatch):
+    """On a CPU, in fewer steps. A line of dots stands for more lines like the one above it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("FUSED_SOFTMAX_INTERPRET", raising=False)
+    for package in ("transformers", "altair", "trl"):
+        pytest.importorskip(package, reason="examples need it")
+    said = re.search(rf"^```\n\$ python examples/{name}\.py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
+    ended = run_example(name, *FEW[name], cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    printed = [without_numbers(line) for line in ended.stdout.splitlines()]
+    expected = [without_numbers(line) for line in said.splitlines()]
+    for i, line in enumerate(expected):
+        if line == "...":
+            while printed[0] != expected[i + 1]:
+                assert printed.pop(0) == expected[i - 1]
+        else:
+            assert printed.pop(0) == line
+    assert printed == []

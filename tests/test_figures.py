@@ -3,11 +3,7 @@
 import pytest
 from figures import PAGES, SOURCES, agree, blocks
 
-FIGURES = [
-    pytest.param(page, block, id=f"{page.name}: {block.words[:50]}")
-    for page in PAGES
-    for block in blocks(page.read_text())
-]
+FIGURES = [pytest.param(page, block, id=f"{page.name}: {block.words[:50]}") for page in PAGES for block in blocks(page)]
 
 
 def sources_of(page, block):
@@ -32,6 +28,6 @@ def test_a_changed_digit_is_noticed(page, block):
 
 def test_every_source_has_its_figures():
     for page in PAGES:
-        words = [block.words for block in blocks(page.read_text())]
+        words = [block.words for block in blocks(page)]
         for about in SOURCES.get(page.name, {}):
             assert sum(about in each for each in words) == 1, f"{page.name}: {about}"

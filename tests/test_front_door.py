@@ -1,18 +1,22 @@
 """Every command with every kind of bad argument: one line, exit code 2, and nothing lost."""
 
+import ast
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import CUSTOM, SHAPE, folder_without_work, fused_softmax
+from commands import CUSTOM, ROOT, SHAPE, folder_without_work, fused_softmax
 
 from fused_softmax.bench.cases import parse_dtype
 from fused_softmax.bench.commands import commands
 from fused_softmax.bench.measure import measure, run
-from fused_softmax.bench.results import record
+from fused_softmax.bench.results import compare, record
+from fused_softmax.bench.show import report
 from fused_softmax.cli import main
 from fused_softmax.core.plan import H200
 
@@ -98,6 +102,9 @@ BAD = [
     *((*command.split(), "--rows", "8") for command in SHAPED),
     ("plan", "8"),
     ("plan", "8", "8", "8"),
+    ("plan", "1000000000000", "1000000000000"),  # each a size, and together no tensor
+    ("plan", "--rows", "4Gi", "--cols", "4Gi"),
+    ("plan", "1Mi", "1Mi", "4Mi", "64"),
     ("plan", "1", "8", "64", "300"),  # heads of more dims than there are kernels for
     # options of one command
     ("bench", "nothing"),
@@ -105,6 +112,7 @@ BAD = [
     ("bench", "shards", "--provider", "quack"),
     ("bench", "shards", "--op", "logsumexp"),
     ("bench", "shards", "--shape", "8x8:0"),
+    ("bench", "shards", "--op", "softmax", "--shape", "8x8x8"),
     *((*command.split(), "--reps", count) for command in ("bench", "bench shards") for count in ("0", "101")),
     ("bench", "--seed", "x"),
     ("bench", "--seed", str(2**64)),
@@ -126,6 +134,9 @@ BAD = [
     (*CUSTOM, "--plot", "kept.png"),
     (*CUSTOM, "--plot", "x.txt"),
     (*CUSTOM, "--plot", "results.json/x.png"),
+    (*CUSTOM, "--beside", "results.json"),
+    (*CUSTOM, "--plot", "x.png", "--beside", "kept.json"),
+    (*CUSTOM, "--plot", "x.png", "--out", "results.json", "--force", "--beside", "results.json"),
     *(("bench", "one", *SHAPE, "--iters", count) for count in ("0", "100001", "9" * 40, "x", "1e3")),
     *(("bench", "one", *SHAPE, "--warmup", count) for count in ("-1", "100001", "9" * 40, "x", "1e3")),
     ("bench", "all"),
@@ -176,6 +187,9 @@ BAD = [
     ("serve", "--host", "0.0.0.0"),  # which others reach, by names that nobody gave
     ("serve", "--host", "::"),
     ("serve", "--host", ""),
+    pytest.param(("serve", "--host", "\udcff", "--allow-host", "a"), id="serve: a host that is no text"),
+    ("serve", "--host", "a" * 64, "--allow-host", "a"),  # no label of a name is as long
+    ("serve", "--host", "a..b", "--allow-host", "a"),
     ("serve", "--host", "192.0.2.1", "--allow-host", "here.example"),  # an address of no machine
     ("serve", "--host", "no-such-host.invalid", "--allow-host", "here.example"),
     *(("serve", "--allow-host", name) for name in ("", "*", "a b", "a:80", "http://a", "[::1]:80")),
@@ -188,6 +202,13 @@ BAD = [
 ]
 
 
+def options_of(arguments):
+    command = main
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word, command)
+    return {name for param in getattr(command, "sweep", command).params for name in param.opts}
+
+
 @pytest.mark.timeout(60)  # a pipe without a writer never ends
 @pytest.mark.parametrize("arguments", BAD, ids=lambda arguments: " ".join(arguments)[:60])
 def test_a_wrong_value_is_one_line_and_exit_code_2_and_nothing_is_written(here, arguments):
@@ -198,6 +219,8 @@ def test_a_wrong_value_is_one_line_and_exit_code_2_and_nothing_is_written(here, 
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: ")
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", re.sub("`.*?`", "", line)))
+    assert named <= {*options_of(arguments), *arguments}, "it names options that the command does not have"
     assert files() == before
     assert not [path for path in Path().iterdir() if path.name.startswith(("x", "a" * 20))]
 
@@ -252,7 +275,7 @@ def test_every_command_is_tried():
 def test_what_exists_is_overwritten_only_by_force(here, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(here)
-    monkeypatch.setattr(run, "verify", lambda operations: iter(()))
+    monkeypatch.setattr(run, "verify", lambda *_: iter(()))
     monkeypatch.setattr(measure, "on_gpu", lambda: False)
     arguments = (*CUSTOM, "--verify-only", "--out", "kept.json")
     result = fused_softmax(*arguments)
@@ -321,3 +344,87 @@ def test_commands_run_with_stderr_closed_and_say_so_of_stdin(here):
 @pytest.mark.parametrize("spelled", ["float-32", "FLOAT_32", "torch.float32", "fp-32", " Float32 "])
 def test_dtypes_are_spelled_as_freely_as_other_names(spelled):
     assert parse_dtype(spelled) == "float32"
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # a locale without UTF-8, as Python may meet it
+
+
+@pytest.mark.parametrize(
+    "arguments", ["trace -o new.html", "env", "report results.json -o new.html", "trace --kernel naive -o -"]
+)
+def test_commands_read_and_write_utf_8_whatever_the_locale(here, monkeypatch, arguments):
+    for name, value in ASCII.items():
+        monkeypatch.setenv(name, value)
+    done = run_by(f"$F {arguments}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+
+
+OF_ASCII = ("core/plan/tuned.py", "core/native.py", "ranks/peers.py")
+
+
+def test_every_text_file_and_pipe_names_its_encoding():
+    """The locale's, which is the default, need not be UTF-8."""
+    nameless = []
+    for path in (ROOT / "src/fused_softmax").rglob("*.py"):
+        calls = [each for each in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(each, ast.Call)]
+        for call in () if any(map(path.match, OF_ASCII)) else calls:
+            of, _, name = ast.unparse(call.func).rpartition(".")
+            named = {keyword.arg for keyword in call.keywords}  # None is of **
+            of_file = name in ("read_text", "write_text") and of != "formatter"
+            if (of_file and not named & {"encoding", None}) or (name in ("run", "Popen") and "text" in named):
+                nameless.append(f"{path.name}:{call.lineno}")
+    assert nameless == []
+
+
+def test_a_name_that_the_output_cannot_show_is_written_all_the_same(here, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
+    done = run_by("$F trace --kernel naive -o $(printf '\\377').json")
+    assert (done.returncode, done.stdout.startswith("wrote \\udcff.json: "), done.stderr) == (0, True, "")
+    assert Path("\udcff.json").exists()
+
+
+def test_a_title_that_is_no_text_is_named(here):
+    said = fused_softmax("report", "results.json", "-o", "x.html", "--title", "a\udcff").stderr
+    assert said == "Error: Invalid value for '--title': 'a\\udcff' is not valid Unicode\n"
+
+
+def test_results_of_a_later_version_are_told_from_other_files(here):
+    found = json.loads(Path("results.json").read_text())
+    for content, said in (
+        (found | {"schema": 2}, "was written by a later version of this package, which this one cannot read"),
+        (found | {"schema": "2"}, "is not what `fused-softmax bench --out` writes"),
+        ({"schema": 2}, "is not what `fused-softmax bench --out` writes"),
+        ({"a": 1}, "is not what `fused-softmax bench --out` writes"),
+        ([1], "is not what `fused-softmax bench --out` writes"),
+    ):
+        Path("other.json").write_text(json.dumps(content))
+        assert fused_softmax("report", "other.json", "-o", "x.html").stderr == f"Error: other.json {said}\n"
+    Path("other.json").write_text('{"schema": 1' + "0" * 5000 + "}")  # a number that Python does not read
+    said = fused_softmax("bench", "compare", "results.json", "other.json").stderr
+    assert said == "Error: other.json is not what `fused-softmax bench --out` writes\n"
+
+
+def test_a_write_protected_file_is_not_called_irregular(here, monkeypatch):
+    monkeypatch.setattr(record.os, "access", lambda path, mode: mode != os.W_OK)
+    said = fused_softmax(*CUSTOM, "--out", "kept.json", "--force").stderr
+    assert said.endswith("cannot write kept.json: it is write-protected\n")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_no_terminal_is_so_narrow_that_a_word_is_folded(columns):
+    from rich.console import Console
+
+    console = Console(width=columns, force_terminal=True, color_system=None, record=True)
+    figure = record.Figure(1.0, 1.1, 1.2, 2000.0)
+    names = ("fused_softmax", "torch", "own kernels", "sdpa efficient")
+    points = [
+        record.Point(4096, 65536, "bfloat16", name, "ok", kernel=figure, ratio=0.5, operation=operation)
+        for name in names
+        for operation in ("softmax", "segment_softmax_unsorted_gradient")
+    ]
+    found = compare.compare(*[record.Run({}, "", points)] * 2)
+    report.print_comparison(found, console, everything=True)
+    said = console.export_text()
+    for word in ("segment_softmax_unsorted_gradient", "fused_softmax", "efficient", "after/before"):
+        assert word in said

@@ -1,6 +1,5 @@
 """transformers' models by attention, held to their own eager attention: logits, gradients, tokens of generate()."""
 
-import importlib
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import AttentionInterface, masking_utils
 
-import fused_softmax
+import fused_softmax.hf
 from fused_softmax.core.route import Route
 from fused_softmax.hf import attention as hf
 from fused_softmax.ops.attention import attention as attention_ops
@@ -270,11 +269,16 @@ def test_training_with_dropout_is_refused_and_eval_is_not(torchs, device):
     outcome(model.eval(), given, hf.NAME)
 
 
-def test_without_transformers_the_import_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize("name", ["apply", "register", "sampler"])
+def test_without_transformers_a_call_says_what_to_install(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "fused_softmax.hf")
-    with pytest.raises(ImportError, match=r"needs the transformers package.*pip install 'fused-softmax\[hf\]'"):
-        importlib.import_module("fused_softmax.hf")
+    arguments = [torch.nn.Linear(2, 2)] if name == "apply" else []
+    with pytest.raises(ImportError) as raised:
+        getattr(fused_softmax.hf, name)(*arguments)
+    assert str(raised.value) == (
+        f"fused_softmax.hf.{name} needs the transformers package, which is not installed: "
+        "pip install 'fused-softmax[hf]'"
+    )
 
 
 def test_a_second_register_changes_nothing():

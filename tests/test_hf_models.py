@@ -19,7 +19,7 @@ from fused_softmax.ops.attention import attention as attention_ops
 # code of its own, the interface beside code that asks for the name, a cache and a vision tower, an encoder with a bias.
 KINDS = {
     "bloom": "eager",
-    "gptj": "eager",
+    "mpt": "eager",
     "roformer": "eager",
     "git": "eager",
     "deepseek_v32": "eager",
@@ -65,9 +65,9 @@ def test_own_code_gets_eager_and_a_warning_says_so(folder):
 
 def test_a_part_gets_eager_and_the_others_do_not():
     vision = transformers.ViTConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    text = transformers.GPTJConfig(vocab_size=60, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=32)
+    text = transformers.BloomConfig(vocab_size=60, hidden_size=16, n_layer=1, n_head=2)
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, text)
-    with pytest.warns(UserWarning, match="GPTJForCausalLM computes attention by code of its own"):
+    with pytest.warns(UserWarning, match="BloomForCausalLM computes attention by code of its own"):
         model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=hf.NAME)
     assert model.encoder.config._attn_implementation == hf.NAME
     assert model.decoder.config._attn_implementation == "eager"

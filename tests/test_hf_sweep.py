@@ -36,7 +36,7 @@ def test_the_page_lists_whose_attention_is_their_own():
     for folder in hf_models.folders():
         try:
             for each in hf_models.classes_of(folder):
-                found[hf._attention_of(each)].add(folder)
+                found[hf.attention_of(each)].add(folder)
         except ImportError:  # of a package that is not here
             continue
     page = (Path(__file__).parents[1] / "docs" / "patch.md").read_text()

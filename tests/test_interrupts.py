@@ -76,7 +76,7 @@ def test_what_was_measured_before_ctrl_c_is_kept(here, monkeypatch):
     rows = iter([host.Row("one", 1.0, 2.0, 0.5)])
     monkeypatch.setattr(host, "measure", lambda pair: next(rows, None) or interrupt())
     result = fused_softmax("bench", "host", "--out", "new.json")
-    assert (result.exit_code, result.stderr) == (130, "interrupted: 1 rows were measured\n")
+    assert (result.exit_code, result.stderr) == (130, "interrupted: 1 row was measured\n")
     assert not Path("new.json").exists()
     assert json.loads(Path("new.partial.json").read_text())["rows"][0]["name"] == "one"
     assert fused_softmax("bench", "host", "--out", "new.json").exit_code == 2
@@ -133,6 +133,22 @@ def test_ctrl_c_at_any_import_of_the_start_is_one_line(name):
     process = started("-c", AT_AN_IMPORT, "env", name)
     said = process.communicate(timeout=60)[1]
     assert (process.returncode, said) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(("plan", "8", "8"), 0), (("plan", "8"), 2)])
+def test_ctrl_c_when_the_work_is_done_changes_nothing(arguments, code):
+    """Python takes down what it imported, for as long as a second, and would print what Ctrl-C interrupts there."""
+    script = f"""
+import atexit, os, signal, sys
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+sys.argv[1:] = {list(arguments)}
+from fused_softmax.__main__ import main
+main()
+"""
+    process = started("-c", script)
+    out, said = process.communicate(timeout=60)
+    assert (process.returncode, said.count("\n"), "Traceback" in said) == (code, int(code > 0), False)
+    assert bool(out) == (code == 0)
 
 
 def test_nothing_is_imported_before_ctrl_c_can_be_answered():

@@ -25,6 +25,8 @@ EXPECTED = {
     "top-k, batches": 2,
     "route, batches": 1,
     "route, both passes": 2,
+    "segments, numbers of elements": 4,  # three numbers of segments of a program, and the second launch
+    "segments, both passes": 4,
     "attention, lengths": 2,
     "attention, both passes": 5,
     "decode, contexts": 6,

@@ -48,6 +48,25 @@ def test_the_c_modules_are_built_while_the_interpreter_ends(tmp_path):
     assert (done.stdout, done.stderr) == ("fused_softmax_lookup\n", "")
 
 
+@pytest.mark.parametrize("gpu", [True, False])
+def test_tritons_hash_is_begun_with_the_import_where_a_gpu_is(gpu):
+    code = (
+        "import os, signal, triton; from triton.runtime.cache import triton_key\n"
+        f"os.path.exists = lambda path, exists=os.path.exists: {gpu} if path.startswith('/dev') else exists(path)\n"
+        "from fused_softmax.core import launch\n"
+        "if os.fork() == 0:\n"  # where the thread does not go on
+        "    signal.alarm(60)\n"
+        "    launch._hash.is_alive() and launch._hash.join()\n"
+        "    os._exit(not triton_key())\n"
+        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 0\n"
+        "launch._hash.is_alive() and launch._hash.join()\n"
+        "print(triton_key.cache_info().currsize)"
+    )
+    environment = {name: value for name, value in os.environ.items() if "INTERPRET" not in name}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{int(gpu)}\n", "")
+
+
 @on_device
 def test_it_runs_the_kernel_on_the_tensors_of_each_call():
     x = torch.arange(200.0, device="cpu" if INTERPRETED else "cuda")

@@ -302,7 +302,7 @@ WRONG = {
     "accumulate": ({"accumulate": "fp16"}, ValueError, "accumulate.*fp16"),
     "temperature": ({"temperature": 0.0}, ValueError, "temperature.*0.0"),
     "temperatures": ({"temperature": torch.ones(3)}, ValueError, r"temperature.*\(2,\).*\(3,\)"),
-    "input_sharded": ({"input_sharded": True}, ValueError, "n_classes, shard_sizes and transport are of shards"),
+    "input_sharded": ({"input_sharded": True}, ValueError, "input_sharded needs group, got group=None"),
     "return_stats": ({"return_stats": ("mean",)}, ValueError, "return_stats.*mean"),
     "input": ({"input": torch.ones(2, 3, dtype=torch.int32)}, NotImplementedError, "input.*int32"),
 }

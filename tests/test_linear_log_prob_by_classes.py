@@ -271,6 +271,7 @@ def peak_of(call):
     return peak, found
 
 
+@pytest.mark.guard
 @kernels
 @pytest.mark.skipif(not INTERPRETED, reason="allocations are those of a CPU")
 @pytest.mark.parametrize("masters", [False, True])

@@ -350,7 +350,7 @@ WRONG = {
     "ignore_index": ({"ignore_index": 1.0}, TypeError, r"ignore_index must be an int, not float \(1.0\)"),
     "no ignore_index": ({"ignore_index": None}, TypeError, "ignore_index must be an int, not NoneType"),
     "of many bits": ({"ignore_index": 2**63}, ValueError, "ignore_index must fit in 64 bits, got 9223372036854775808"),
-    "statistics": ({"return_stats": ("entropy",)}, ValueError, "return_stats knows .*is_top1; got 'entropy'"),
+    "statistics": ({"return_stats": ("entropy",)}, ValueError, "return_stats must be names among .*, got 'entropy'"),
     "a name": ({"return_stats": "is_top1"}, TypeError, "return_stats must be a sequence of names, not 'is_top1'"),
     "no names": ({"return_stats": None}, TypeError, "return_stats must be a sequence of names, not None"),
     "dtype": ({"dtype": torch.int32}, TypeError, "dtype must be a float torch.dtype, got torch.int32"),

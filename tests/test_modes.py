@@ -90,6 +90,8 @@ CALLS = {
     "attention, statistics": lambda i: fused_softmax.attention(
         i["q"], i["q"], i["q"], return_lse=True, return_stats=("entropy", "column_sums")
     ).output,
+    "segment_softmax": lambda i: fused_softmax.segment_softmax(i["x"], index=i["target"]),
+    "segment_logsumexp": lambda i: fused_softmax.segment_logsumexp(i["x"], index=i["target"], n_segments=40),
     "nn.Softmax": lambda i: nn.Softmax(-1)(i["x"]),
 }  # fmt: skip
 SAMPLES = {

@@ -15,6 +15,9 @@ from fused_softmax.bench.entries import operations
 from fused_softmax.bench.measure import measure, one, run, sweeps
 from fused_softmax.bench.results import record
 from fused_softmax.core.plan import H200
+from fused_softmax.profile import run as profiling
+from fused_softmax.profile import table
+from fused_softmax.profile.parse import Kernel
 
 
 @pytest.fixture
@@ -35,15 +38,29 @@ def test_what_makes_each_call_is_a_function_of_its_file():
             assert callable(getattr(import_module(f"fused_softmax.bench.entries.{file}"), name)), provider.name
 
 
-@pytest.mark.parametrize("command", ["bench", "bench one", "bench compare", "bench tune", "profile"])
-def test_help_and_list_name_all_there_is_to_choose(command):
+OPERATIONS, PROVIDERS = [*catalog.PEERS], [*catalog.PROVIDER_ALIASES, "flashinfer", "chunks"]
+OF_ROWS = [name for name in OPERATIONS if sweeps.ndim_of(name) in (2, None)]
+OF_OTHERS = [name for name in OPERATIONS if name not in OF_ROWS]
+DTYPES = [*ITEMSIZE, *ALIASES]
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "others"),
+    [
+        ("bench", [*OPERATIONS, *PROVIDERS, *DTYPES, *sweeps.SWEEPS], ()),
+        ("bench one", [*OF_ROWS, *PROVIDERS[:-1], *DTYPES], ["few-rows", "xformers", *OF_OTHERS]),
+        ("bench compare", PROVIDERS, ["softmax_backward", *DTYPES]),
+        ("bench tune", ["softmax", "softmax_backward", *DTYPES], ["logsumexp", "liger"]),
+        ("profile", [*OF_ROWS, *PROVIDERS[:-1], *DTYPES], ["few-rows", "xformers", *OF_OTHERS]),
+    ],
+)
+def test_help_and_list_name_all_there_is_to_choose_and_nothing_else(command, names, others):
     for option in ("--help", "--list"):
         result = fused_softmax(*command.split(), option)
         assert result.exit_code == 0
-        words = result.output.split()
-        names = [*catalog.PEERS, *ITEMSIZE, *ALIASES, *catalog.PROVIDER_ALIASES, "flashinfer", "chunks"]
-        for name in [*names, *(sweeps.SWEEPS if command == "bench" else ())]:
-            assert {name, f"{name},"} & set(words), name
+        words = {word.rstrip(",") for word in result.output.split()}
+        assert not [name for name in names if name not in words]
+        assert not [name for name in others if name in words]
 
 
 @pytest.mark.parametrize("name", ["fused", "triton", "fused-softmax", "FUSED_SOFTMAX", "fused_softmax"])
@@ -59,12 +76,13 @@ def test_help_and_list_name_all_there_is_to_choose(command):
 def test_every_spelling_is_taken_by_every_command(here, monkeypatch, command, option, name):
     seen = []
     monkeypatch.setattr(measure, "measure", lambda case, names, effort: seen.append((case, list(names))) or [])
-    monkeypatch.setattr(run, "verify", lambda operations: iter(()))
+    monkeypatch.setattr(run, "verify", lambda *_: iter(()))
     monkeypatch.setattr(record, "environment", lambda *_: {"torch": "", "triton": "", "python": "", "gpu": None})
     monkeypatch.setattr(one, "call_once", lambda case, name: seen.append((case, [name])))
     monkeypatch.setattr(cli, "find_device", lambda: (H200, False))
-    monkeypatch.setattr("fused_softmax.profile.run.profile", lambda case, name, *_, gpu: seen.append((case, [name])))
-    monkeypatch.setattr("fused_softmax.profile.run.print_table", lambda *_: None)
+    found = table.Profile("", "", (Kernel("k"),))
+    monkeypatch.setattr(profiling, "profile", lambda case, name, *_, gpu: seen.append((case, [name])) or found)
+    monkeypatch.setattr(profiling, "print_table", lambda *_, **__: None)
     result = fused_softmax(*command.split(), option, name)
     assert result.exit_code == 0, (result.output, result.exception)
     if "compare" not in command:
@@ -104,6 +122,47 @@ def test_names_are_found_however_they_are_spelled():
         assert [cases.find("name", name, known) for name in known] == list(known)
     with pytest.raises(ValueError, match="unknown sweep 'nothing'; known: tutorial"):
         cases.find("sweep", "nothing", sweeps.SWEEPS)
+
+
+def test_of_many_names_the_nearest_are_said():
+    said = "^unknown operation 'cross entropies'; near it: cross_entropy, [a-z_, ]+; --list names all$"
+    with pytest.raises(ValueError, match=said):
+        cases.find("operation", "cross entropies", catalog.PEERS)
+    with pytest.raises(ValueError, match=r"^unknown operation '#'; --list names all$"):
+        cases.find("operation", "#", catalog.PEERS)
+    result = fused_softmax("bench", "all", "--out", "x", "--only", "h200_softmx")
+    assert result.stderr.endswith(
+        "named 'h200_softmx'; near it: h200_softmax, h100_softmax, h200_small; --dry-run lists them all\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["bench one", "profile", "bench"])
+def test_errors_name_an_option_as_help_does(command):
+    """--M, --N and --backend are taken, and no help knows them."""
+    for arguments in (
+        ("--rows", "x", "--cols", "8"),
+        ("--M", "8", "--N", "x"),
+        ("--backend", "cudnn"),
+        ("--rows", "8"),
+    ):
+        said = fused_softmax(*command.split(), *arguments, *(("--resume",) if command == "bench" else ())).stderr
+        assert said.startswith("Error: ")
+        assert not re.search("--(M|N|backend)\\b", said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("bench", "one", *SHAPE, "--iters", "x"), "'--iters': 'x' is not a valid integer."),
+        (("serve", "--port", "x"), "'--port': 'x' is not a valid integer."),
+        (("warm", "--for", "train", "--vocab", "x"), "'--vocab': 'x' is not a valid integer."),
+        (("bench", "compare", "a", "b", "--tolerance", "x"), "'--tolerance': 'x' is not a valid number."),
+        (("bench", "compare", "a", "b", "--tolerance", "nan"), "'--tolerance': 'nan' is not a finite number."),
+    ],
+)
+def test_what_is_no_number_is_not_called_a_range(arguments, said):
+    result = fused_softmax(*arguments)
+    assert (result.exit_code, result.stderr) == (2, f"Error: Invalid value for {said}\n")
 
 
 def test_a_single_figure_says_which_path_was_timed(monkeypatch):

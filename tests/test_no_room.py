@@ -25,7 +25,7 @@ def here(monkeypatch, tmp_path):
     """A folder to measure in, on a CPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measure, "on_gpu", lambda: False)
-    monkeypatch.setattr(run, "verify", lambda operations: iter(()))
+    monkeypatch.setattr(run, "verify", lambda *_: iter(()))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return tmp_path

@@ -12,11 +12,14 @@ from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.losses import reference as reference_losses
 from fused_softmax.ops.routing import reference as reference_routing
 from fused_softmax.ops.sampling import reference as reference_sampling
+from fused_softmax.ops.segments import reference as reference_segments
 from fused_softmax.ops.softmax import reference
 from fused_softmax.register.table import OPERATORS
 from fused_softmax.trace.entries.attention import ATTENTION
+from fused_softmax.trace.entries.routing import ROUTES
 from fused_softmax.trace.entries.rows import OURS
 from fused_softmax.trace.entries.sampling import DRAWS
+from fused_softmax.trace.entries.segments import SEGMENTS
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 NAMES = [each.name for each in OPERATORS]
@@ -207,6 +210,23 @@ def attention_samples():
     }  # fmt: skip
 
 
+def segment_samples():
+    x, y, offsets = logits(3, 8), logits(3, 8, seed=1).detach(), torch.tensor([0, 1, 2, 2, 3])
+    by_order = torch.tensor([0, 2, 2, 3, 3, 3], dtype=torch.int32), torch.tensor([2, 0, 1])  # the last is of none
+    of_cols = torch.tensor([0, 3, 5, 6, 8])
+    forward = [(x, offsets), (x, *by_order, 0, -0.5, BF16), (x, of_cols, None, 1, 2.0)]
+    backward = [(y, y, offsets), (y, y, *by_order, 0, -0.5, FP16), (y, y, of_cols, None, 1)]
+    lse = torch.full((4, 8), 3.0)
+    of_rows = lse[:3, :4]
+    return dict.fromkeys(("segment_softmax", "segment_log_softmax", "segment_logsumexp"), forward) | {
+        "segment_softmax_backward": backward,
+        "segment_log_softmax_backward": backward,
+        "segment_logsumexp_backward": [
+            (lse, y, lse, offsets), (lse, y, lse, *by_order, 0, -0.5), (of_rows, y, of_rows, of_cols, None, 1),
+        ],
+    }  # fmt: skip
+
+
 def no_gradient_samples():
     statistic, beside = logits(3, 8).detach(), torch.linspace(0.1, 1.0, 3)
     return {
@@ -215,10 +235,8 @@ def no_gradient_samples():
     }
 
 
-SAMPLES = (
-    softmax_samples() | loss_samples() | sampling_samples() | routing_samples() | attention_samples()
-    | no_gradient_samples()
-)  # fmt: skip
+SAMPLES = softmax_samples() | loss_samples() | sampling_samples() | routing_samples() | attention_samples()
+SAMPLES |= segment_samples() | no_gradient_samples()
 
 
 def samples(name, device):
@@ -329,7 +347,9 @@ def test_the_public_functions_are_those_of_the_table():
     assert set(PUBLIC) == BY_NAME.keys() & set(fused_softmax.__all__)
     for name in PUBLIC:
         assert BY_NAME[name].public is getattr(fused_softmax, name)
-        homes = reference, reference_losses, reference_routing, reference_sampling, reference_attention
+        homes = (
+            reference, reference_losses, reference_routing, reference_sampling, reference_segments, reference_attention,
+        )  # fmt: skip
         assert BY_NAME[name].reference in [getattr(home, name, None) for home in homes]
 
 
@@ -371,6 +391,14 @@ def public_samples(device):
             ((x.view(5, 1, 7, 10) / 4, x.view(5, 1, 7, 10), x.view(5, 1, 7, 10)), options)
             for options in ({"is_causal": True}, {"softcap": 3.0, "window": (2, 1)})
         ],
+        **{
+            name: [((x, torch.tensor([0, 3, 5], device=device)), {}), ((x,), {"index": target % 70, "n_segments": 70})]
+            for name in ("segment_softmax", "segment_log_softmax")
+        },
+        "segment_logsumexp": [
+            ((x, torch.tensor([0, 3, 70], device=device)), {"dim": 1, "scale": -0.5}),
+            ((x,), {"index": torch.arange(5, device=device) % 2, "n_segments": 2}),
+        ],
     }
 
 
@@ -403,7 +431,7 @@ def test_every_entry_of_the_bench_belongs_to_one_operator():
 def test_every_recording_belongs_to_one_operator():
     recorded = [kernel for each in OPERATORS for kernel in each.recordings]
     assert len(recorded) == len(set(recorded))
-    assert set(recorded) == {kernel.name for kernel in (*OURS, *DRAWS, *ATTENTION)}
+    assert set(recorded) == {kernel.name for kernel in (*OURS, *DRAWS, *ATTENTION, *ROUTES, *SEGMENTS)}
 
 
 # Faults.

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from fused_softmax import trace
 from fused_softmax.trace import page as page_of
 from fused_softmax.trace import presets
 
@@ -520,7 +521,7 @@ def test_programs_of_a_split_show_their_messages(open_page: Open) -> None:
     assert chart.get_attribute("aria-label") == "No message yet."
     published = next(n for n, each in enumerate(recording["steps"]) if "message" in each) + 1
     page.locator(".track input").fill(str(published))
-    assert "program 0 published m 3, s 1.47" in chart.get_attribute("aria-label")
+    assert "program 0 published (m, s) = (3, 1.47)" in chart.get_attribute("aria-label")
     page.keyboard.press("]")
     page.keyboard.press("]")
     assert page.locator(".lanes .arrow.passed").count() > 0
@@ -703,6 +704,55 @@ def test_the_page_works_in_a_frame_without_an_origin(open_page: Open, tmp_path: 
     page.wait_for_timeout(400)
 
 
+FRAMED = "#kernel=split&matrix=none&bare=1&play=30"
+
+
+@pytest.mark.parametrize(("width", "height"), [(1300, 560), (350, 520)])
+def test_a_frame_of_another_page_plays_by_itself_without_the_pages_head(
+    open_page: Open, width: int, height: int
+) -> None:
+    page = open_page(width=width, height=height, link=FRAMED)
+    until(page, "Number(document.querySelector('[data-position]').textContent) > 3")
+    assert page.locator("button.play").get_attribute("aria-label") == "Pause"
+    assert page.locator(".speed select").count() == 0 or page.locator(".speed select").input_value() == "30"
+    page.locator("button.play").click()
+    assert not page.locator("header").is_visible()
+    for each in (".tensor", ".lanes svg"):
+        below_and_above(page, each, 0)
+    page.keyboard.press("s")
+    assert page.locator(".story").count() == 0
+    until(page, "location.hash.includes('step=')")
+    assert "bare=1" in page.evaluate("location.hash")
+    assert "play" not in page.evaluate("location.hash")
+
+
+def test_a_frame_does_not_play_where_less_motion_is_asked(open_page: Open) -> None:
+    page = open_page(link=FRAMED, reduced_motion="reduce")
+    page.wait_for_timeout(300)
+    assert position(page) == 0
+    assert page.locator("button.play").get_attribute("aria-label") == "Play"
+    assert "Press → to run the first line, or Space to play." in page.locator(".note").inner_text()
+    assert "Story" not in page.locator(".note").inner_text()
+
+
+def test_a_frame_takes_the_theme_of_the_page_around_it_and_does_not_keep_it(open_page: Open, tmp_path: Path) -> None:
+    (tmp_path / "inner.html").write_text(WHOLE)
+    (tmp_path / "outer.html").write_text(
+        '<iframe src="inner.html" width="1000" height="600"></iframe><script>'
+        'addEventListener("message", ({ data, source }) =>'
+        ' data.ask === "theme" && source.postMessage({ theme: "dark" }, "*"))</script>'
+    )
+    page = open_page()
+    page.goto((tmp_path / "outer.html").as_uri())
+    page.frame_locator("iframe").locator("html[data-theme=dark]").wait_for()
+    page.frame_locator("iframe").get_by_role("button", name="Theme: dark").wait_for()
+    inner = page.frames[1]
+    assert inner.evaluate("localStorage.getItem('fused-softmax-theme')") is None
+    page.evaluate("frames[0].postMessage({ theme: 'light' }, '*')")
+    page.frame_locator("iframe").locator("html[data-theme=light]").wait_for()
+    page.evaluate("frames[0].postMessage('nothing that it knows', '*')")
+
+
 def test_values_of_a_wide_matrix_can_be_read(open_page: Open) -> None:
     page = open_page(passes(WIDE, 1, 16))
     cells = page.locator('[data-tensor="x"] tbody td')
@@ -762,14 +812,15 @@ def test_sixty_steps_a_second_on_16_by_64(open_page: Open) -> None:
     assert max(rates) > 58, rates
 
 
+KERNELS = {"kernels": [{"name": "online", "title": "in one pass", "block": True, "dtypes": ["float32"]}]}
+
+
 class Server(BaseHTTPRequestHandler):
     """What `fused-softmax serve` is to the page: the page, and recordings of what is posted to it."""
 
     def do_GET(self) -> None:
-        if self.path == "/kernels":
-            kernels = [{"name": "online", "title": "in one pass", "block": True, "dtypes": ["float32"]}]
-            return self.answer(200, "application/json", json.dumps({"kernels": kernels}))
-        return self.answer(200, "text/html", WHOLE)
+        assert self.path == "/"
+        return self.answer(200, "text/html", page_of.embed([], presets.load(), server=KERNELS))
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -796,7 +847,8 @@ def test_a_served_page_shows_the_real_recording_of_a_pasted_matrix(browser: Any)
     try:
         page.goto(f"http://127.0.0.1:{server.server_port}/")
         page.get_by_role("button", name="Your numbers").click()
-        page.get_by_text("Record and replay").wait_for()
+        assert page.get_by_text("Record and replay").count() == 1  # at once: the page asks nobody
+        assert "fused-softmax serve" not in page.locator("dialog[open]").inner_text()
         page.locator("textarea").fill("7")
         page.locator("dialog button.primary").click()
         until(page, "document.querySelector('#paste-state').textContent === 'one element is too few'")
@@ -807,6 +859,10 @@ def test_a_served_page_shows_the_real_recording_of_a_pasted_matrix(browser: Any)
         page.keyboard.press("End")
         x = torch.tensor([[1, 2, 3, math.inf], [-math.inf, 0, 1, 2]])
         torch.testing.assert_close(torch.tensor(shown(page)).reshape(2, 4), torch.softmax(x, 1), equal_nan=True)
+        page.goto(f"http://127.0.0.1:{server.server_port}/#kernel=online&data=1,2")
+        page.wait_for_selector(".badge")
+        assert "Your numbers" in page.locator(".origin").inner_text()
+        assert "fused-softmax serve" not in page.locator("body").inner_text()
     finally:
         page.close()
         server.shutdown()
@@ -868,43 +924,183 @@ def test_source_lines_are_readable_in_full_and_values_cover_none(open_page: Open
         assert not page.eval_on_selector(".code", covered)
 
 
-def test_the_tour_has_six_stops_and_leaves_the_page_at_hand(open_page: Open) -> None:
-    page = open_page()
-    page.get_by_role("button", name="Tour").click()
-    kernels = []
-    for stop in range(6):
-        assert page.locator(".tour h2").inner_text().endswith(f"{stop + 1} of 6")
-        kernels.append(page.locator("select[name=kernel]").input_value())
-        assert position(page) > 0
-        page.keyboard.press("ArrowLeft")  # the page answers while the tour is open
-        page.get_by_role("button", name="Done" if stop == 5 else "Next").click()
-    assert kernels == ["naive", "row", "tile", "online", "split", "split"]
-    assert page.locator(".tour").count() == 0
+SIZES = pytest.mark.parametrize(("width", "height"), [(390, 844), (800, 900), (1400, 900)])
+BOTH = pytest.mark.parametrize(("width", "height"), [(390, 844), (1400, 900)])
 
 
-@pytest.mark.parametrize(("width", "height"), [(390, 844), (800, 900), (1400, 900)])
-def test_what_a_stop_of_the_tour_speaks_of_is_in_sight(open_page: Open, width: int, height: int) -> None:
+def below_and_above(page: Any, selector: str, above: float, room: float = math.inf) -> None:
+    """Fails unless something stands between `above` and the transport, or at least its upper `room` pixels do."""
+    box, end = page.locator(selector).first.bounding_box(), page.locator(".transport").bounding_box()["y"]
+    assert above <= box["y"], (selector, box, above)
+    assert box["y"] + min(box["height"], room) <= end, (selector, box, end)
+
+
+@SIZES
+def test_what_a_card_of_the_story_speaks_of_is_in_sight_of_it(open_page: Open, width: int, height: int) -> None:
     page = open_page(width=width, height=height)
-    page.get_by_role("button", name="Tour").click()
-    for stop, shown in enumerate((".meter", "[aria-label='Source']", ".tensors", ".at-hand", ".lanes", ".meter")):
-        until(page, f"document.querySelector('.tour h2').innerText.endsWith('{stop + 1} of 6')")
+    page.get_by_role("button", name="Story").click()
+    shown = ("tensors", "chart", "tensors", "lanes", "lanes", "meter", "tensors", "tensors", "chart", "tensors")
+    for card, sight in enumerate(shown, 1):
+        until(page, f"document.querySelector('.story h2').innerText.endsWith('{card} of 10')")
         page.wait_for_timeout(50)
-        card, sight, below = (page.locator(each).first.bounding_box() for each in (".tour", shown, ".transport"))
-        assert "on the right" not in page.locator(".tour").inner_text()
-        covered = card["y"] + card["height"] if width < 1080 else 0
-        assert sight["y"] >= covered, stop
-        assert min(sight["y"] + sight["height"], sight["y"] + 300) <= below["y"], stop
-        assert card["y"] + card["height"] <= below["y"]
-        page.get_by_role("button", name="Done" if stop == 5 else "Next").click()
+        told = page.locator(".story").bounding_box()
+        assert told["y"] >= 0
+        below_and_above(page, f".left > .{sight}:not(.aside)", told["y"] + told["height"], 250)
+        assert no_wider(page)
+        page.get_by_role("button", name="Done" if card == 10 else "Next").click()
+    assert page.locator(".story").count() == 0
 
 
-def test_a_page_of_ones_own_recordings_alone_has_no_tour(browser: Any, open_page: Open, tmp_path: Path) -> None:
+def test_the_story_is_walked_by_keys_alone(open_page: Open) -> None:
+    page = open_page(width=1400)
+    press, focused = page.keyboard.press, "document.activeElement"
+    press("s")
+    titles, kernels = [], []
+    for card in range(1, 11):
+        until(page, f"document.querySelector('.story h2').innerText.endsWith('{card} of 10')")
+        until(page, f"{focused} === document.querySelector('.story h2')")  # so that it is read aloud
+        until(page, f"location.hash.includes('story={card}')")
+        titles.append(page.locator(".story h2").inner_text())
+        at = position(page)
+        assert at > 0
+        assert page.locator(".places [aria-current]").count() == 1
+        press("ArrowLeft")  # the page answers while a card is open
+        assert position(page) == at - 1
+        assert page.locator(".places [aria-current]").count() == 0
+        press("Tab")
+        assert page.evaluate(f"{focused}.matches('.places a')")
+        press("Enter")  # back to the step of which the card speaks
+        assert position(page) == at
+        kernels.append(page.evaluate(f"new URLSearchParams({focused}.hash.slice(1)).get('kernel')"))
+        if card < 10:
+            press("n")
+    assert kernels == ["hybrid-tiled", "online", "split", "split", "split", "split", "cross-entropy", "draw",
+                       "attention", "route"]  # fmt: skip
+    press("b")
+    until(page, "document.querySelector('.story h2').innerText.endsWith('9 of 10')")
+    press("Escape")
+    page.wait_for_selector(".story", state="detached")
+    assert page.evaluate(f"{focused}.id") == "open-story"
+    press("s")
+    until(page, "document.querySelector('.story h2').innerText.endsWith('9 of 10')")
+
+
+def test_a_link_opens_a_card_of_the_story(open_page: Open) -> None:
+    page = open_page(link="#story=5")
+    assert page.locator(".story h2").inner_text().startswith("The helper")
+    at = position(page)
+    href = page.locator(".places a").first.get_attribute("href")
+    again = open_page(link=href)
+    assert (position(again), again.locator(".story h2").inner_text()) == (at, page.locator(".story h2").inner_text())
+    for link in ("#story=0", "#story=11", "#story=x"):
+        assert open_page(link=link).locator(".story").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("card", "width"), [(1, 390), (5, 1400), (4, 390), (10, 1400)])
+def test_cards_of_the_story_pass_axe(open_page: Open, scheme: str, card: int, width: int) -> None:
+    axe = VIZ / "node_modules/axe-core/axe.min.js"
+    if not axe.exists():
+        pytest.skip("needs `make page`")
+    page = open_page(
+        link=f"#story={card}", width=width, height=880, color_scheme=scheme, reduced_motion="reduce", bypass_csp=True
+    )
+    if card == 4:
+        page.get_by_role("button", name="bits").click()
+    page.wait_for_timeout(350)
+    page.add_script_tag(path=str(axe))
+    found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'best-practice']})")
+    assert [(each["id"], node["html"][:160]) for each in found["violations"] for node in each["nodes"]] == []
+
+
+def the_worked(kernel: str) -> dict[str, Any]:
+    return next(each for each in presets.load() if each["kernel"] == kernel and each["title"].startswith("3 x 8"))
+
+
+@BOTH
+@pytest.mark.parametrize("kernel", ["split", "backward", "cross-entropy"])
+def test_the_exchange_is_in_the_first_screen(open_page: Open, kernel: str, width: int, height: int) -> None:
+    at = next(n for n, step in enumerate(the_worked(kernel)["steps"], 1) if "message" in step)
+    page = open_page(width=width, height=height, link=f"#kernel={kernel}&matrix=none&step={at}")
+    page.locator("select[name=kernel]").select_option(kernel)
+    page.locator(".track input").fill(str(at))
+    assert page.evaluate("scrollY") == 0
+    for each in (".tensor", ".lanes svg", ".lanes .legend"):
+        below_and_above(page, each, 0)
+
+
+@pytest.mark.parametrize("kernel", trace.kernels())
+def test_on_a_phone_matrix_line_and_transport_share_the_first_screen(open_page: Open, kernel: str) -> None:
+    page = open_page(width=390, height=844)
+    page.locator("select[name=kernel]").select_option(kernel)
+    length = int(page.locator(".track input").get_attribute("max"))
+    for step in (0, length // 3, length // 2, length):
+        page.locator(".track input").fill(str(step))
+        main = '[data-tensor="z"]' if kernel == "attention" else ".tensor"
+        below_and_above(page, main, 0)
+        now, transport = page.locator(".now-line").bounding_box(), page.locator(".transport").bounding_box()
+        assert transport["y"] <= now["y"]
+        assert now["y"] + now["height"] <= 844
+        assert transport["y"] + transport["height"] <= 844
+        assert page.locator("button.play").is_visible()
+        assert no_wider(page)
+
+
+@pytest.mark.parametrize("first", ["", "#kernel=split&matrix=none", "#kernel=naive"])
+def test_a_kernel_that_is_chosen_opens_its_worked_example(open_page: Open, first: str) -> None:
+    page = open_page(link=first)
+    for kernel in ("split", "naive", "stream", "draw", "route", "split", "attention", "split"):
+        page.locator("select[name=kernel]").select_option(kernel)
+        said = page.locator("select[name=matrix] option:checked").inner_text()
+        assert said == ("12 tokens, causal" if kernel == "attention" else "3 x 8 worked example"), kernel
+
+
+def test_messages_are_shown_as_m_and_s_and_their_bits_when_asked(open_page: Open) -> None:
+    recording = the_worked("split")
+    step, at = next((each, n) for n, each in enumerate(recording["steps"], 1) if "message" in each)
+    page = open_page(width=1400, height=900)
+    page.locator("select[name=kernel]").select_option("split")
+    page.locator(".track input").fill(str(at))
+    assert page.locator(".lanes svg .message").all_text_contents() == ["(3, 1.47)"]
+    assert page.locator('[data-tensor="slots"] tbody td').first.inner_text() == "(3, 1.47)"
+    assert "(m, s) = (3, 1.468)" in page.locator(".locals").inner_text()
+    (bits,) = step["stores"][0]["data"]
+    assert bits not in page.locator("body").inner_text()
+    assert page.locator(".bits").count() == 0
+    page.get_by_role("button", name="bits").click()
+    shown_bits = page.locator(".bits code").inner_text().replace(" ", "")
+    assert int(shown_bits, 2) == int(bits)
+    assert len(shown_bits) == 64
+    assert page.locator(".bits li b").inner_text() == "(3, 1.47)"
+    words = [each.inner_text() for each in page.locator(".bits code span").all()]
+    numbers = [torch.tensor(int(word, 2)).int().view(torch.float32).item() for word in (words[0], words[2])]
+    assert numbers == [step["message"]["m"], pytest.approx(step["message"]["s"], rel=1e-7)]
+
+
+@pytest.mark.parametrize("kernel", ["split", "attention", "draw", "cross-entropy", "route"])
+def test_the_source_opens_at_the_line_that_runs(open_page: Open, kernel: str) -> None:
+    page = open_page(width=1400, height=900)
+    page.locator("select[name=kernel]").select_option(kernel)
+    length = int(page.locator(".track input").get_attribute("max"))
+    for step in (0, 1, length // 4, length // 2, length):
+        page.locator(".track input").fill(str(step))
+        places = ".code [aria-current], .code .next", ".code"
+        line_, box = (page.locator(each).first.bounding_box() for each in places)
+        assert box["y"] <= line_["y"], step
+        assert line_["y"] + line_["height"] <= box["y"] + box["height"], step
+    page.locator(".track input").fill("0")
+    coming = page.locator(".code .next .number").first.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".code [aria-current] .number").inner_text() == coming
+
+
+def test_a_page_of_ones_own_recordings_alone_has_no_story(browser: Any, open_page: Open, tmp_path: Path) -> None:
     path = tmp_path / "own.html"
     path.write_text(page_of.embed([passes(SEED, 2)]))
     page = open_page(passes(SEED, 2))
     page.goto(path.as_uri())
     page.wait_for_selector("main [aria-label]")
-    assert page.get_by_role("button", name="Tour").count() == 0
+    assert page.get_by_role("button", name="Story").count() == 0
 
 
 def test_on_a_phone_the_line_that_ran_stands_above_the_transport(open_page: Open) -> None:

@@ -255,8 +255,8 @@ def test_softmaxes_of_float64(ranks):
     close(torch.cat([each[1] for each in found], 1), whole.grad, 1e-12)
 
 
-@pytest.mark.parametrize(("n", "sets_up"), [(2, True), (4, False)])
-def test_a_call_that_names_no_transport_goes_by_peers_between_two_gpus_alone(monkeypatch, n, sets_up):
+@pytest.mark.parametrize(("n", "sets_up"), [(2, True), (4, True), (8, False)])
+def test_a_call_that_names_no_transport_goes_by_peers_between_up_to_four_gpus(monkeypatch, n, sets_up):
     group, asked = object(), []
     monkeypatch.setattr(peers.dist, "get_world_size", lambda group: n)
     monkeypatch.setattr(peers, "_refuse_capture", lambda device: None)

@@ -3,9 +3,11 @@
 from itertools import combinations, product
 from pathlib import Path
 
+import products
 import pytest
 from products import GUARDS, ONE_IN, cover
 
+pytest_plugins = ["pytester"]
 SIZES = {"strategy": 4, "alignment": 3, "dtype": 2, "option": 8}
 CASES = [dict(zip(SIZES, values, strict=True)) for values in product(*map(range, SIZES.values()))]
 
@@ -38,6 +40,37 @@ def test_of_less_than_a_product_what_is_there_is_covered():
 
 def test_the_same_cases_every_time():
     assert cover(CASES) == cover(CASES) == sorted(cover(CASES))
+
+
+@pytest.mark.parametrize(("expression", "n"), [("not exhaustive", 25), ("not gpu", 125)])
+def test_a_quick_run_makes_no_items_of_what_is_exhaustive(expression, n, pytester, monkeypatch):
+    monkeypatch.setattr(products, "QUICK", products.QUICK)  # which the run sets
+    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.pairwise
+        @pytest.mark.parametrize("a", "12345")
+        @pytest.mark.parametrize("b", "12345")
+        @pytest.mark.parametrize("c", "12345")
+        def test_product(a, b, c): ...
+
+        @pytest.mark.exhaustive
+        @pytest.mark.parametrize("a", "12345")
+        def test_whole(a): ...
+
+        @pytest.mark.guard
+        @pytest.mark.parametrize("a", "12345")
+        def test_left_to_ci(a): ...
+    """)
+    items, _ = pytester.inline_genitems("-m", expression)
+    cases = [item.callspec.params for item in items if item.name.startswith("test_product")]
+    assert n <= len(cases) <= 1.4 * n
+    for names in combinations("abc", 2):
+        assert len(meet(cases, names)) == 25
+    assert sum(item.name.startswith("test_whole") for item in items) == (5 if expression == "not gpu" else 1)
+    kept = [item for item in items if item.name.startswith("test_left_to_ci")]
+    assert [bool(item.get_closest_marker("exhaustive")) for item in kept] == [False] * 5
 
 
 def test_files_that_are_named_are_there():

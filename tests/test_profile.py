@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from fused_softmax import cli
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.entries.operations import OPERATIONS
 from fused_softmax.core.plan import H200
 from fused_softmax.profile import command, parse, run, table
 from fused_softmax.profile.parse import Kernel
@@ -149,6 +150,11 @@ def test_the_table_holds_what_is_known_and_no_more():
         ({"loads": "2"}, "accesses of 2 bytes a thread"),
         ({"loads": "16 x2, 2 x8"}, "accesses of 2 bytes a thread"),
         ({"grid": 64}, "64 programs leave 68 multiprocessors idle"),
+        ({"grid": 1}, "1 program leaves 131 multiprocessors idle"),
+        ({"grid": 131}, "131 programs leave 1 multiprocessor idle"),
+        ({"loads": "1"}, "accesses of 1 byte a thread"),
+        ({"stalls": (), "occupancy_limit": 12.5, "limited_by": "shared memory"}, "shared memory lets 12 % of the"),
+        ({"stalls": (), "occupancy_limit": 12.5, "limited_by": None}, "the GPU's resources let 12 % of the warps"),
         ({"stalls": (), "occupancy_limit": 12.5}, "registers let 12 % of the warps reside"),
         ({"stalls": (), "loads": "16 x8, 2 x1"}, "nothing in the binary stands out"),
     ],
@@ -172,6 +178,7 @@ def test_every_stall_that_is_asked_for_has_a_sentence():
         pytest.param("logsumexp", (64, 4096), "_part_logsumexp", marks=pytest.mark.exhaustive),
         pytest.param("softmax_dim", (64, 512, 256), "_column_forward", marks=pytest.mark.exhaustive),
         ("softmax", (4096, 256), "_tile_forward"),
+        ("sample", (64, 1024), "_draw"),  # of whose arguments some are tuples
     ],
 )
 def test_without_a_gpu_the_kernels_are_compiled_and_read(operation, shape, name):
@@ -181,6 +188,21 @@ def test_without_a_gpu_the_kernels_are_compiled_and_read(operation, shape, name)
     assert kernel.loads.startswith("16 x")
     assert 16 <= kernel.registers <= 255
     assert kernel.time_us is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_kernels_of_every_operation_are_compiled(operation):
+    kernels, why = run.by_binary(replace(OPERATIONS[operation].sample, operation=operation), H200)
+    assert kernels, why
+
+
+def test_a_profile_that_found_nothing_out_fails(no_gpu):
+    result = fused_softmax("--rows", "8", "--cols", "8", "--provider", "torch")
+    assert (result.exit_code, result.output.splitlines()[1:]) == (
+        1, ["torch: no counters: there is no GPU; only this package's kernels are compiled"]
+    )  # fmt: skip
+    assert result.output.startswith("8 x 8 float32 compiled for the built-in NVIDIA H200, as there is no GPU; ")
 
 
 @pytest.mark.exhaustive
@@ -271,7 +293,7 @@ def test_the_command_prints_one_table_and_why_counters_are_missing(no_gpu):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--M", "8"], "--N"),
+        (["--M", "8"], "Missing option '--cols'."),
         (["--M", "8", "--N", "8", "--op", "softmax_causal"], "takes shapes of 4 dims"),
         (["--M", "8", "--N", "8", "--op", "logsumexp", "--provider", "hybrid"], "logsumexp has no provider 'hybrid'"),
         (["--M", "8", "--N", "8", "--provider", "cudnn"], "unknown provider 'cudnn'"),

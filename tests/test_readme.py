@@ -1,5 +1,6 @@
 """The tables of results in README and docs: what they show, what they refuse, and that they touch nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,26 @@ def test_files_of_another_kind_are_refused(tmp_path, capsys, text):
     assert page.read_text() == EMPTY
 
 
+@pytest.mark.parametrize(
+    ("module", "results", "page", "said"),
+    [
+        (readme, b"{}", b"", "r.json: is not what `fused-softmax bench --out` writes"),
+        (readme, None, b"\xff", "page.md: it is not text in UTF-8"),
+        (simulated, None, b"", "r.json: is not what `fused-softmax bench shards --out` writes"),
+        (simulated, b"{}", b"", "r.json: is not what `fused-softmax bench --out` writes"),
+    ],
+)
+def test_the_file_that_is_wrong_is_named_once(tmp_path, capsys, module, results, page, said):
+    found, where = tmp_path / "r.json", tmp_path / "page.md"
+    record.save(run_of(took("fused_softmax", 2.0)), found)
+    if results is not None:
+        found.write_bytes(results)
+    where.write_bytes(page)
+    with pytest.raises(SystemExit, match="2"):
+        module.main([str(found), str(where)])
+    assert capsys.readouterr().err.endswith(f"error: {tmp_path}/{said}\n")
+
+
 def test_the_picture_is_drawn_where_it_shows_other_figures(tmp_path):
     text = EMPTY.replace("# Title", "![GB/s](results.png)\n![GB/s](folder/results.png)")
     arguments, page = files(tmp_path, run_of(timed(256, "fused_softmax", 3940.0)), text)
@@ -149,49 +170,118 @@ def test_the_projects_readme_shows_the_committed_results():
 
 def overview_of(**runs):
     table = overview.render({f"h200_{name}": run for name, run in runs.items()})
+    table = table.replace(overview.UNBROKEN, " ")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     return table, {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
 
 
-def test_a_row_of_the_overview_is_the_mean_of_a_file():
-    def point(n_cols, provider, us, status="ok", **more):
-        return Point(64, n_cols, "float32", provider, status, kernel=Figure(us, us, us, 1.0), **more)
+def took(provider, us, n_cols=256, *, dtype="bfloat16", status="ok", **more):
+    return Point(64, n_cols, dtype, provider, status, kernel=Figure(us, us, us, 1.0), **more)
 
+
+def test_a_row_of_the_overview_is_the_mean_of_a_file():
     run = run_of(
-        point(256, "fused_softmax", 1.0, host_us=5.0, memory_bytes=2**20),
-        point(256, "torch", 2.0, host_us=6.0, memory_bytes=2**21),
-        point(512, "fused_softmax", 1.0, host_us=7.0, memory_bytes=2**23),
-        point(512, "torch", 8.0, host_us=8.0, memory_bytes=2**24),
-        point(512, "quack", 3.0, method="events"),
-        point(256, "quack", 100.0, status="wrong"),
+        took("fused_softmax", 1.0, host_us=5.0),
+        took("torch", 2.0, host_us=6.0),
+        took("fused_softmax", 1.0, 512, dtype="float32", host_us=7.0),
+        took("torch", 8.0, 512, dtype="float32", host_us=8.0),
+        took("quack", 3.0, 512, dtype="float32", method="events"),
+        took("quack", 100.0, status="wrong"),
+        took("liger", 40.0),
     )
     table, rows = overview_of(softmax=run)
-    assert len(rows) == len(overview.LINES)
-    assert rows["softmax"]["torch"] == "4.00 (2.00)"
-    assert rows["softmax"]["QuACK"] == "3.00\\*"
-    assert rows["softmax"]["MiB, ours / torch"] == "8 / 16"
-    assert rows["softmax"]["host us, ours / torch"] == "6 / 7"
-    assert set(rows["softmax"].values()) >= {"–"}
-    assert set(list(rows["logsumexp"].values())[1:]) == {"–"}
+    assert list(rows) == ["softmax, 64 x 256"]
+    assert rows["softmax, 64 x 256"]["H200: over torch"] == "4.00 (2.00)"
+    assert rows["softmax, 64 x 256"]["over others"] == "Liger 40.0, QuACK 3.00\\*"
+    assert "us, ours / torch's: softmax 6 / 7." in table
     assert "Timed by events" in table
+    assert "H200: NVIDIA H200." in table
     assert "earlier kernels" in table
     run.environment = {**ENVIRONMENT, "kernels": "abc"}
     assert "earlier kernels" not in overview_of(softmax=run)[0]
-    assert "the median of 2 shapes" in table
+
+
+def test_the_overview_has_the_time_at_the_bf16_shape_where_torch_takes_most_memory():
+    run = run_of(
+        took("fused_softmax", 65.4, memory_bytes=2**20),
+        took("torch", 999.0, memory_bytes=2**21),
+        took("fused_softmax", 2345.6, 512, memory_bytes=2**23),
+        took("torch", 12345.6, 512, memory_bytes=2**24),
+        took("liger", 1.0, 512, memory_bytes=2**23 * 0.96),
+        took("quack", 1.0, 512, memory_bytes=2**19),
+        took("fused_softmax", 1.0, 1024, dtype="float32", memory_bytes=2**30),
+        took("torch", 1.0, 1024, dtype="float32", memory_bytes=2**30),
+    )
+    (row,) = overview_of(softmax=run)[1].values()
+    assert (row["operation, shape"], row["H200: ours / torch"]) == ("softmax, 64 x 512", "2.35 / 12.3 ms")
+    assert row["MiB, ours / torch"] == "8 / 16, QuACK 0.5"
+    run.points = [replace(point, dtype="float16") for point in run.points[:2]]
+    (row,) = overview_of(softmax=run)[1].values()
+    assert (row["operation, shape"], row["H200: ours / torch"]) == ("softmax, 64 x 256 float16", "65.4 / 999 us")
+    run.points = [took("fused_softmax", 999.0), took("torch", 1000.0)]
+    (row,) = overview_of(softmax=run)[1].values()
+    assert (row["H200: ours / torch"], row["MiB, ours / torch"]) == ("999 us / 1.00 ms", "–")
+
+
+def test_operations_of_one_row_are_taken_together_and_the_slowest_is_shown():
+    points = [took("fused_softmax", us, operation=name, memory_bytes=1)
+              for name, us in (("sample_top_p", 4.0), ("sample_top_p_peaked", 8.0))]  # fmt: skip
+    torchs = [replace(each, provider="torch", kernel=Figure(32.0, 32.0, 32.0, 1.0)) for each in points]
+    (row,) = overview_of(sampling=run_of(*points, *torchs))[1].values()
+    assert (row["operation, shape"], row["H200: ours / torch"]) == ("sample, top-p 0.9, 64 x 256", "8.00 / 32.0 us")
+    assert row["H200: over torch"] == "5.66 (4.00)"
+
+
+def test_each_gpu_that_has_figures_has_columns_in_the_overview():
+    fast = run_of(took("fused_softmax", 2.0), took("torch", 4.0), took("liger", 4.0))
+    slow = run_of(took("fused_softmax", 2.0), took("torch", 6.0), took("liger", 16.0))
+    other = run_of(took("fused_softmax", 3.0, operation="logsumexp"), took("torch", 3.0, operation="logsumexp"))
+    slow.environment = ENVIRONMENT | {"gpu": {"name": "NVIDIA H100"}}
+    cold = Run(slow.environment, COMMAND, [])
+    runs = {"h200_softmax": fast, "h200_logsumexp": other, "h100_softmax": slow, "h100_cold": cold}
+    table = overview.render(runs).replace(overview.UNBROKEN, " ")
+    head, _, softmax, logsumexp = [line for line in table.splitlines() if line[:1] == "|"]
+    columns = "H200: ours / torch | H200: over torch | H100: ours / torch | H100: over torch"
+    assert head == f"| operation, shape | {columns} | over others | MiB, ours / torch |"
+    assert softmax == "| softmax, 64 x 256 | 2.00 / 4.00 us | 2.00 | 2.00 / 6.00 us | 3.00 | Liger 4.00 (2.00) | – |"
+    assert logsumexp == "| logsumexp, 64 x 256 | 3.00 / 3.00 us | 1.00 | – | – | – | – |"
+    assert "over all of these GPUs" in table
+    assert "H200: NVIDIA H200. H100: NVIDIA H100." in table
+    del runs["h100_softmax"]
+    assert "H100" not in overview.render(runs)
+
+
+def test_the_overview_says_what_failed_its_check_and_by_how_much():
+    def wrong(provider, message):
+        return Point(64, 128, "float32", provider, "wrong", message)
+
+    softmax = run_of(
+        took("fused_softmax", 1.0), took("torch", 1.0), took("fused_softmax", 1.0, dtype="float32"),
+        wrong("fused_softmax", "largest error 1.59e-06, allowed 1.58e-06"), wrong("liger", "NaN in 3 of 64 rows"),
+        Point(64, 128, "float32", "quack", "absent", "no module"), took("liger", 9.0, 512, dtype="float32"),
+    )  # fmt: skip
+    peaks = run_of(wrong("fused_softmax", "on replay: largest error 1.50e-06, allowed 1.40e-06"))
+    table, _ = overview_of(softmax=softmax, peaks=peaks)
+    assert "**Failed the check against float64**" in table
+    assert (
+        "softmax in float32 by this package, 2 of 3 results, at worst 1.50e-06 off where 1.40e-06 is allowed; "
+        "softmax in float32 by Liger, 1 of 2 results, NaN in 3 of 64 rows. "
+        "Not installed on the machine that measured: QuACK."
+    ) in table
+    right = overview_of(softmax=run_of(took("fused_softmax", 1.0), took("torch", 1.0)))[0]
+    assert "Failed" not in right
+    assert "Not installed" not in right
 
 
 def test_a_row_of_the_overview_says_where_cudnn_computes():
-    def point(provider, **more):
-        return Point(64, 64, "bfloat16", provider, "ok", kernel=Figure(2.0, 2.0, 2.0, 1.0), **more)
-
     own = {"operation": "attention_causal", "plan": {"who": {"forward": "cuDNN"}}}
-    run = run_of(point("fused_softmax", **own), point("sdpa cudnn", operation="attention_causal"))
+    run = run_of(took("fused_softmax", 2.0, **own), took("sdpa cudnn", 2.0, operation="attention_causal"))
     table, rows = overview_of(attention=run)
-    assert rows["attention, causal †"]["cuDNN"] == "1.00"
-    assert "\n† This package calls cuDNN" in table
+    assert rows["attention, causal †, 64 x 256"]["over others"] == "cuDNN 1.00"
+    assert "† This package calls cuDNN" in table
     own["plan"]["who"]["forward"] = "own kernels"
     table, rows = overview_of(attention=run)
-    assert "attention, causal" in rows
+    assert "attention, causal, 64 x 256" in rows
     assert "†" not in table
 
 
@@ -241,15 +331,15 @@ def test_products_are_in_us_and_several_tables_have_places(tmp_path):
     assert "in us" in page.read_text()
 
 
-def test_the_page_on_shards_shows_the_ranks_that_are_computed(tmp_path, capsys):
-    page = ROOT / "docs/shards.md"
+def test_the_notes_on_ranks_show_those_that_are_computed(tmp_path, capsys):
+    page = ROOT / "measured/ranks.md"
     results = [ROOT / f"benchmarks/results/{name}.json" for name in committed.OVER_RANKS]
     results = [str(path) for path in results if path.exists()]
     assert simulated.main([*results, str(page), "--check"]) == 0
-    stale = tmp_path / "shards.md"
+    stale = tmp_path / "ranks.md"
     stale.write_text(page.read_text().replace("| 1024 | 128 |", "| 1024 | 127 |", 1))
     assert simulated.main([*results, str(stale), "--check"]) == 1
-    assert "shards.md is stale: run this again without --check" in capsys.readouterr().err
+    assert "ranks.md is stale: run this again without --check" in capsys.readouterr().err
     assert simulated.main([*results, str(stale)]) == 0
     assert stale.read_text() == page.read_text()
 
@@ -275,7 +365,7 @@ def test_measured_ranks_stand_beside_those_that_are_computed_for_their_memory(tm
         f"350 ({model.shard:.0f}) | 376 ({model.peer:.0f}) | 560 ({model.collective:.0f}) |"
     )
     assert "| 6.5 (5.5) | 21.5 (6.1) |  (" in second
-    results, page = tmp_path / "h100_shards_4.json", tmp_path / "shards.md"
+    results, page = tmp_path / "h100_shards_4.json", tmp_path / "ranks.md"
     record.save(run, results)
     page.write_text("\n".join(tables.markers("ranks")))
     assert simulated.main([str(results), str(page)]) == 0

@@ -288,7 +288,7 @@ def test_what_is_no_result_is_refused_and_an_earlier_page_stays(tmp_path):
     (tmp_path / "other").mkdir()
     again = written(tmp_path / "other", "good.json", run_of(timed(8, 100)))
     for arguments, complaint in (
-        ((good, tmp_path / "bad.json"), "bad.json has schema None"),
+        ((good, tmp_path / "bad.json"), "bad.json is not what `fused-softmax bench --out` writes"),
         ((good, tmp_path / "none.json"), "cannot read"),
         ((good, again), "two results files are named good"),
         ((), "Missing argument"),

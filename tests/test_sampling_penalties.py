@@ -355,9 +355,9 @@ REFUSED = [
     ({"token_ids": IDS, "presence": INF}, ValueError, "presence must be finite, got inf"),
     ({"token_ids": IDS, "frequency": "1"}, TypeError, "frequency must be a number or a Tensor, not str"),
     ({"token_ids": IDS, "frequency": X[0]}, ValueError, r"frequency must have shape \(\) or \(3,\), got \(40,\)"),
-    ({"repetition": 1.5}, ValueError, "repetition is of columns among token_ids, and token_ids is None"),
-    ({"presence": torch.zeros(3)}, ValueError, "presence is of columns among token_ids, and token_ids is None"),
-    ({"frequency": -0.5}, ValueError, "frequency is of columns among token_ids, and token_ids is None"),
+    ({"repetition": 1.5}, ValueError, "repetition needs token_ids, got token_ids=None"),
+    ({"presence": torch.zeros(3)}, ValueError, "presence needs token_ids, got token_ids=None"),
+    ({"frequency": -0.5}, ValueError, "frequency needs token_ids, got token_ids=None"),
 ]  # fmt: skip
 
 

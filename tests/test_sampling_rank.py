@@ -86,7 +86,7 @@ def test_ranks_with_a_gradient_are_as_without(device):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"return_rank": True}, ValueError, 'return_rank takes return_logprobs="raw" or "processed", got None'),
+        ({"return_rank": True}, ValueError, 'return_rank needs return_logprobs="raw" or "processed", got None'),
         ({"return_rank": 1, "return_logprobs": "raw"}, TypeError, "return_rank must be a bool, not int"),
     ],
 )

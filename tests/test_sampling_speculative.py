@@ -162,6 +162,7 @@ def test_a_generator_gives_sequences_noise_of_their_own(device):
     assert len(set(y.tokens[:, 0].tolist())) > 45
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("told", [True, False])
 def test_sequences_of_one_seed_that_is_a_number_share_no_noise(told, device):
     target, draft = torch.zeros(50, K + 1, 4096, device=device), torch.zeros(50, K, 4096, device=device)
@@ -196,10 +197,10 @@ REFUSED = [
     ((X, D), {"draft_lengths": D}, ValueError, r"draft_lengths must have shape \(3,\), got \(3, 2\)"),
     ((X, D), {"draft_lengths": True}, TypeError, "draft_lengths must be an int, not bool"),
     ((X, D), {"verify": "list"}, ValueError, 'verify must be "chain", "block" or "tree", got \'list\''),
-    ((X, D), {"verify": "tree"}, ValueError, "parents are of the drafts of a tree, got verify='tree' and parents=None"),
-    ((X, D), {"parents": [-1, 0]}, ValueError, "parents are of the drafts of a tree, got verify='chain'"),
+    ((X, D), {"verify": "tree"}, ValueError, "parents and .* need each other, got verify='tree' and parents=None"),
+    ((X, D), {"parents": [-1, 0]}, ValueError, "parents and verify=.tree. need each other, got verify='chain'"),
     ((X, D), {"verify": "tree", "parents": [-1, 1]}, ValueError, r"parents\[1\] must be in \[-1, 0\], got 1"),
-    ((X, D), {"verify": "tree", "parents": [-1]}, ValueError, "parents must be 2, one for each draft, got 1"),
+    ((X, D), {"verify": "tree", "parents": [-1]}, ValueError, "parents must have 2 elements, one .* draft, got 1"),
     ((X, D), {"verify": "tree", "parents": [-1, 0.5]}, TypeError, r"parents\[1\] must be an int, not float"),
     ((X, D), {"verify": "tree", "parents": "ab"}, TypeError, "parents must be a Tensor or a sequence of ints, not str"),
     ((X, D), {"verify": "tree", "parents": D[:2]}, ValueError, r"parents must have shape \(3, 2\) or \(2,\), got"),

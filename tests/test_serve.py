@@ -3,11 +3,15 @@
 import contextlib
 import json
 import os
+import re
 import select
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -15,6 +19,8 @@ from serving import ask, refused, started
 
 from fused_softmax import trace
 from fused_softmax.trace.server import serve
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,11 @@ GOOD = {"kernel": "online", "matrix": [[1.0, 2.0]]}
         (GOOD | {"kernel": "split", "dtype": "float64"}, 400, "split takes float32, float16, bfloat16"),
         (GOOD | {"kernel": "attention"}, 400, "query, key and value side by side"),
         (GOOD | {"kernel": "hybrid-tiled", "block": 4}, 422, "2 columns are not longer than 4"),
-        ({"kernel": "naive", "matrix": [[1] * 1000] * 1000}, 413, "a request may have at most 262144 bytes"),
+        (
+            {"kernel": "naive", "matrix": [[1] * 1000] * 1000},
+            413,
+            "a request must say its Content-Length, of at most 262144 bytes",
+        ),
     ],
     ids=lambda value: None if not isinstance(value, str) else value[:30],
 )
@@ -147,7 +157,7 @@ def test_what_is_left_of_a_body_is_no_request(port):
         ({"Host": "evil.example"}, 403, "this server is not 'evil.example'"),
         ({"Host": "127.0.0.1.evil.example:80"}, 403, "this server is not"),
         ({"Host": "localhost.evil.example"}, 403, "this server is not"),
-        ({"Host": "evil.example:80@localhost"}, 403, "no name or address with a port"),
+        ({"Host": "evil.example:80@localhost"}, 403, "must be a host name or address"),
         ({"Origin": "http://evil.example"}, 403, "other sites' pages"),
         ({"Origin": "null"}, 403, "other sites' pages"),
         ({"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),
@@ -212,6 +222,29 @@ def test_a_recording_that_takes_long_is_ended_and_the_server_goes_on():
     finally:
         process.terminate()
         assert "Traceback" not in process.communicate(timeout=30)[1]
+
+
+TRITONS = [None, *sorted(ROOT.glob(".triton-*"))]
+
+
+@pytest.mark.parametrize("triton", TRITONS, ids=lambda path: path.name[1:] if path else "installed")
+def test_ctrl_c_is_one_line_with_every_triton_that_is_here(triton):
+    paths = [str(path) for path in (triton, ROOT / "src") if path]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fused_softmax", "serve", "--port", "0"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert select.select([process.stdout], [], [], 120)[0], "the server says where it is"
+    port = int(process.stdout.readline().rpartition(":")[2])
+    status, _, body = ask(port, "GET", "/")
+    assert status == 200
+    assert ask(port, "POST", "/record", GOOD)[0] == 200
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "stopped\n")
+    assert process.returncode == 0
+    held = re.search(r'<script id="server" type="application/json">(.*?)</script>', body.decode())[1]
+    assert json.loads(held) == json.loads(json.dumps(serve.known()))
 
 
 def test_workers_end_with_their_server():

@@ -148,8 +148,8 @@ def swallow(call, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--host", "0.0.0.0"], "0.0.0.0 can be reached from elsewhere: say by --allow-host"),
-        (["--host", "0.0.0.0", "--allow-host", "*"], "'*' is no name or address of a host"),
+        (["--host", "0.0.0.0"], "other machines can reach a server on 0.0.0.0: --allow-host must"),
+        (["--host", "0.0.0.0", "--allow-host", "*"], "'*' is not a host name or address"),
     ],
 )
 def test_an_open_address_needs_names(arguments, said):

@@ -365,12 +365,12 @@ def test_ranks_exchange_by_peers_too(ranks, options, dtype, n):
     are_right(ranks.values(n, by_peers, x, y, options), _mean(x, y, options), dtype)
 
 
-GROUP = "divergence: n_classes, shard_sizes and transport are of shards, which need group="
+NEEDS_GROUP = "divergence: {} needs group, got group=None"
 
 
 @pytest.mark.parametrize("arguments", [{"n_classes": 3}, {"transport": "peer"}, {"shard_sizes": [3]}], ids=str)
 def test_arguments_of_shards_need_a_group(arguments):
-    with pytest.raises(ValueError, match=f"^{GROUP}$"):
+    with pytest.raises(ValueError, match=f"^{NEEDS_GROUP.format(*arguments)}$"):
         divergence(torch.zeros(2, 3), torch.zeros(2, 3), **arguments)
 
 
@@ -392,7 +392,7 @@ WRONG = [
     ({"n_classes": 0}, "ValueError", "n_classes must be at least 1, got 0"),
     ({"n_classes": 13}, "ValueError", "the shards hold (4, 4, 4) columns, together fewer than n_classes=13. " + UNEVEN),
     ({"shard_sizes": [3, 3, 3]}, "ValueError", "shard_sizes=[3, 3, 3] gives rank"),
-    ({"shard_sizes": "444"}, "TypeError", "shard_sizes must be a sequence of ints, one of each rank, got str"),
+    ({"shard_sizes": "444"}, "TypeError", "shard_sizes must be a sequence of ints, one for each rank, got str"),
     ({"transport": "pigeon"}, "ValueError", "transport must be None or one of ('peer', 'collective'), got 'pigeon'"),
     ({"transport": "peer"}, "ValueError", "transport='peer' cannot take this call: the kernels do not run here"),
     ({"target": torch.zeros(2, 3)}, "ValueError", "target must have the input's shape (2, 4), got (2, 3)"),

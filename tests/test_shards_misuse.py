@@ -13,7 +13,6 @@ import fused_softmax
 from fused_softmax import cross_entropy, linear_cross_entropy
 from fused_softmax.ranks.peers import UNEVEN
 
-NEED_GROUP = "n_classes, shard_sizes and transport are of shards, which need group="
 NAMES = ["softmax", "log_softmax", "logsumexp", "cross_entropy"]
 
 
@@ -37,19 +36,20 @@ def test_a_group_that_this_rank_is_not_in(ranks, name):
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"n_classes": 3}, ValueError, NEED_GROUP),
-        ({"transport": "collective"}, ValueError, NEED_GROUP),
-        ({"shard_sizes": [2, 1]}, ValueError, NEED_GROUP),
-        ({"shard_sizes": 3}, TypeError, "shard_sizes must be a sequence of ints, one of each rank, got int"),
+        ({"n_classes": 3}, ValueError, "n_classes needs group, got group=None"),
+        ({"transport": "collective"}, ValueError, "transport needs group, got group=None"),
+        ({"shard_sizes": [2, 1]}, ValueError, "shard_sizes needs group, got group=None"),
+        ({"shard_sizes": [2, 1], "n_classes": 3}, ValueError, "n_classes and shard_sizes need group, got group=None"),
+        ({"shard_sizes": 3}, TypeError, "shard_sizes must be a sequence of ints, one for each rank, got int"),
         (
             {"shard_sizes": [2.0, 1]},
             TypeError,
-            "shard_sizes must be a sequence of ints, one of each rank, got a float",
+            "shard_sizes must be a sequence of ints, one for each rank, got a float",
         ),
         ({"transport": "pigeon"}, ValueError, "transport must be None or one of ('peer', 'collective'), got 'pigeon'"),
         ({"n_classes": 2.0}, TypeError, "n_classes must be an int, not float (2.0)"),
         ({"n_classes": 0}, ValueError, "n_classes must be at least 1, got 0"),
-        ({"group": object()}, RuntimeError, "group= needs torch.distributed.init_process_group() before the call"),
+        ({"group": object()}, RuntimeError, "group needs torch.distributed.init_process_group() before the call"),
     ],
 )
 def test_bad_arguments_of_shards(name, arguments, error, said):
@@ -65,14 +65,20 @@ def refused(group, name, x, rest, arguments):
 @pytest.mark.parametrize(
     ("name", "rest", "arguments", "error", "said"),
     [
-        ("softmax", (1,), {"is_causal": True}, "ValueError", "is_causal is of whole rows, and group= gives a part"),
-        ("softmax", (1,), {"scale": 0}, "ValueError", "a scale of 0 keeps one column of whole rows"),
-        ("softmax", (1,), {"out": torch.zeros(2, 3)}, "ValueError", "out= is not for group="),
+        (
+            "softmax",
+            (1,),
+            {"is_causal": True},
+            "ValueError",
+            "is_causal needs whole rows, and with group a rank has some",
+        ),
+        ("softmax", (1,), {"scale": 0}, "ValueError", "a scale of 0 needs whole rows, and with group"),
+        ("softmax", (1,), {"out": torch.zeros(2, 3)}, "ValueError", "out and group exclude each other"),
         ("softmax", (2,), {}, "IndexError", "dim 2 is out of range"),
         ("softmax", (1,), {"batch_invariant": True}, "NotImplementedError", "batch_invariant is not for this call"),
         ("logsumexp", (1,), {"batch_invariant": True}, "NotImplementedError", "batch_invariant is not for this call"),
         ("cross_entropy", (INDICES,), {"batch_invariant": True}, "NotImplementedError", "batch_invariant is not for"),
-        ("logsumexp", ((0, 1),), {}, "ValueError", "group= is for a single dim"),
+        ("logsumexp", ((0, 1),), {}, "ValueError", "group takes a single dim"),
         ("cross_entropy", (INDICES,), {"lse": torch.zeros(2)}, "ValueError", "lse and group= exclude each other"),
         ("cross_entropy", (torch.zeros(2, 4),), {}, "RuntimeError", "target of probabilities must have shape (2, 3)"),
         (
@@ -96,9 +102,9 @@ def refused(group, name, x, rest, arguments):
             (1,),
             {"shard_sizes": [3]},
             "ValueError",
-            "shard_sizes must be the columns of each of 2 ranks",
+            "shard_sizes must have 2 sizes, one for each rank",
         ),
-        ("softmax", (1,), {"shard_sizes": [3, -1]}, "ValueError", "shard_sizes must be the columns of each of 2 ranks"),
+        ("softmax", (1,), {"shard_sizes": [3, -1]}, "ValueError", "shard_sizes must have 2 sizes, one for each rank"),
     ],
 )
 def test_bad_calls_over_a_group(ranks, name, rest, arguments, error, said):
@@ -172,8 +178,8 @@ def test_uneven_shards_without_their_sizes(ranks, name):
     [
         ({"n_classes": 0}, "ValueError", "n_classes must be at least 1, got 0"),
         ({"n_classes": 13}, "ValueError", "the shards hold (4, 4, 4) columns, together fewer than n_classes=13. "),
-        ({"shard_sizes": [3, 3, 3]}, "ValueError", "shard_sizes=[3, 3, 3] gives rank 2 3 columns, it has 4"),
-        ({"shard_sizes": "334"}, "TypeError", "shard_sizes must be a sequence of ints, one of each rank, got str"),
+        ({"shard_sizes": [3, 3, 3]}, "ValueError", "shard_sizes=(3, 3, 3) gives rank 2 3 columns, but it has 4"),
+        ({"shard_sizes": "334"}, "TypeError", "shard_sizes must be a sequence of ints, one for each rank, got str"),
         ({"transport": "pigeon"}, "ValueError", "transport must be None or one of "),
     ],
 )

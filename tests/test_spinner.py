@@ -1,12 +1,16 @@
 """On a terminal a command shows within a second that it works, whatever it imports first."""
 
+import io
 import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import ROOT, SHAPE, folder_without_work
+
+from fused_softmax.bench.show import progress
 
 SLOW = [
     ("env",),
@@ -39,3 +43,25 @@ def test_an_import_of_pytorch_is_shown_on_a_terminal(monkeypatch, tmp_path, argu
         finally:
             process.kill()
             os.close(screen)
+
+
+PATHS = [Path("some/first.json"), Path("some/second.json")]
+
+
+def test_files_are_counted_on_a_terminal_by_a_bar_with_their_names(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress.sys, "stderr", screen := Terminal())
+    assert list(progress.counted("drawing", PATHS)) == PATHS
+    assert "drawing: second.json" in screen.getvalue()
+
+
+def test_files_are_counted_elsewhere_by_a_line_now_and_then(monkeypatch, capsys):
+    assert list(progress.counted("drawing", PATHS)) == PATHS
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(progress, "EVERY", -1)
+    assert list(progress.counted("drawing", PATHS)) == PATHS
+    assert capsys.readouterr() == ("", "drawing: 0 of 2\ndrawing: 1 of 2\n")

@@ -4,9 +4,12 @@ import copy
 import itertools
 import json
 import math
+import pickle
+import re
 from dataclasses import dataclass
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -21,14 +24,17 @@ from hypothesis import strategies as st
 from products import QUICK, pairwise
 from test_classic import BLOCK_MAXIMA, BLOCK_SUMS, EXAMPLE, MAXIMA, OUTPUTS, PUBLISHED_OUTPUTS, PUBLISHED_SUMS, SUMS
 
-from fused_softmax import sample, trace
+from fused_softmax import route, sample, segment_softmax, trace
 from fused_softmax.cli import main
 from fused_softmax.core import files
+from fused_softmax.core.kernels import exchange
 from fused_softmax.register.table import OPERATORS
 from fused_softmax.trace import asked, matrices, page, presets, run
 from fused_softmax.trace.entries.attention import ATTENTION
+from fused_softmax.trace.entries.routing import CHOSEN, ROUTES
 from fused_softmax.trace.entries.rows import OURS
 from fused_softmax.trace.entries.sampling import DRAWS, SEED
+from fused_softmax.trace.entries.segments import SEGMENTS, lengths_of
 from fused_softmax.trace.recorder import recorder
 from fused_softmax.trace.recorder.encode import numbers, read_numbers
 from fused_softmax.trace.recorder.hooks import interpreting
@@ -38,7 +44,11 @@ from fused_softmax.trace.recorder.story import Story, Told
 NAMES = tuple(trace.kernels())
 SOFTMAX = tuple(name for name, kernel in trace.kernels().items() if kernel.operation == "softmax")
 # What writes a value for each element of the matrix, by a formula that holds for rows of any length.
-MATRICES = tuple(name for name, kernel in trace.kernels().items() if kernel.operation not in ("sample", "attention"))
+MATRICES = tuple(
+    name
+    for name, kernel in trace.kernels().items()
+    if kernel.operation not in ("sample", "route", "segment_softmax", "attention")
+)
 every_kernel = pytest.mark.parametrize("name", NAMES)
 every_matrix = pytest.mark.parametrize("name", MATRICES)
 every_softmax = pytest.mark.parametrize("name", SOFTMAX)
@@ -47,7 +57,7 @@ interpreted = pytest.mark.skipif(not interpreting(), reason="looks into the proc
 
 def test_the_table_of_operators_names_what_is_recorded():
     assert {name for each in OPERATORS for name in each.recordings} == {
-        kernel.name for kernel in (*OURS, *DRAWS, *ATTENTION)
+        kernel.name for kernel in (*OURS, *DRAWS, *ROUTES, *SEGMENTS, *ATTENTION)
     }
 
 
@@ -148,7 +158,8 @@ def test_phases_come_in_order_and_all_of_them(name, example):
         lambda step: (recording["frames"][step["frame"]]["program"], recording["frames"][step["frame"]]["launch"]),
     ):
         phases = [step["phase"] for step in steps]
-        assert name in ("persistent", "draw", "attention") or phases == sorted(phases)  # which do the same again
+        again = name in ("persistent", "draw", "route", "segments", "attention")  # which do the same again
+        assert again or phases == sorted(phases)
 
 
 @every_softmax
@@ -254,6 +265,56 @@ def test_a_recorded_draw_is_the_token_that_sample_draws(n_cols):
     formula = trace.kernels()["draw"].formula
     traffic = recording["traffic"]
     assert (traffic["reads"], traffic["writes"]) == (formula.reads(4, n_cols), formula.writes(4, n_cols))
+
+
+@pytest.mark.parametrize("n_experts", [2, 8, 40])
+def test_a_recorded_route_is_what_route_returns(n_experts):
+    x = torch.randn(4, n_experts, generator=torch.Generator().manual_seed(n_experts))
+    recording = trace.record("route", x)
+    weights, indices = (each for each in recording["tensors"] if each["role"] == "output")
+    wanted = route(x, CHOSEN)
+    assert indices["after"] == wanted.indices.flatten().tolist()
+    torch.testing.assert_close(torch.tensor(weights["after"]), wanted.weights.flatten(), rtol=1e-6, atol=0)
+    formula = trace.kernels()["route"].formula
+    traffic = recording["traffic"]
+    assert (traffic["reads"], traffic["writes"]) == (formula.reads(4, n_experts), formula.writes(4, n_experts))
+
+
+@pytest.mark.parametrize(("n_cols", "block"), [(1, 4), (7, 1), (18, 2), (32, 4), (40, 2)])
+def test_recorded_segments_are_what_segment_softmax_returns(n_cols, block):
+    x = torch.randn(2, n_cols, generator=torch.Generator().manual_seed(n_cols)) * 3
+    recording = trace.record("segments", x, block=block)
+    offsets, lengths = torch.tensor(recording["options"]["offsets"]), torch.tensor(lengths_of(n_cols))
+    assert offsets.diff().equal(lengths)
+    assert (int(offsets[0]), int(offsets[-1]), int(lengths.min())) == (0, n_cols, 0)
+    wanted = segment_softmax(x.double(), offsets, dim=1)
+    torch.testing.assert_close(result(recording), wanted, rtol=1e-6, atol=1e-9)
+    in_a_tile = lengths <= 4 * max(1, block // 2)
+    if n_cols in (18, 32):
+        assert in_a_tile.tolist() == [True] * 4 + [False] * 2
+        assert lengths[-1] > 4 * block >= lengths[-2]  # a hub, and a segment that one program reads
+    reads, traffic = int((2 * torch.where(in_a_tile, 1, 2) * lengths).sum()), recording["traffic"]
+    assert (traffic["reads"], traffic["writes"]) == (reads, 2 * n_cols)
+    assert recording["rows"] == []
+
+
+@interpreted
+def test_a_program_that_comes_late_is_stood_in_for_and_writes_its_part_all_the_same():
+    wanted = asked.asked("split", EXAMPLE, 4)
+    late = run.kernel(wanted, late=frozenset({3}))  # the second of row 1
+    assert result(late).equal(result(run.kernel(wanted)))
+    told = [step["message"] for step in late["steps"] if "message" in step]
+    missing = [each for each in told if each.get("missing")]
+    assert [(each["kind"], each["row"], each["from"], each["to"]) for each in missing] == [("collect", 1, 1, 0)]
+    published = next(each for each in told if each["kind"] == "publish" and (each["row"], each["from"]) == (1, 1))
+    assert (missing[0]["m"], missing[0]["s"]) == (published["m"], published["s"])
+    first = {each: at for at, each in reversed(list(enumerate(program_of(late))))}
+    assert all(at < first[3] for program, at in first.items() if program != 3)
+    assert "formula" not in late["traffic"]
+
+
+def program_of(recording):
+    return [recording["frames"][step["frame"]]["program"][0] for step in recording["steps"]]
 
 
 @every_matrix
@@ -368,7 +429,7 @@ def test_every_dtype_that_is_offered(name, dtype):
             trace.record(name, x, dtype=dtype)
         return
     recording = trace.record(name, x, dtype=dtype)
-    assert only(recording, "output")["dtype"] == ("int64" if name == "draw" else dtype)
+    assert only(recording, "output")["dtype"] == {"draw": "int64", "route": "float32"}.get(name, dtype)
     if name in SOFTMAX:
         eps = torch.finfo(getattr(torch, dtype)).eps
         truth = torch.softmax(x.to(getattr(torch, dtype)).double(), 1)
@@ -422,7 +483,7 @@ def test_a_late_worker_is_ended_and_the_next_recording_has_another():
         (("online", [1.0]), "row 0 must be a list of numbers, got float"),
         (("online", "abc"), "matrix must be a list of rows of numbers, got text"),
         (("online", {"a": 1}), "matrix must be a list of rows of numbers, got an object"),
-        (("online", [[1.0], [1.0, 2.0]]), "row 0 has 1 columns, row 1 has 2"),
+        (("online", [[1.0], [1.0, 2.0]]), "row 0 has 1 column, row 1 has 2"),
         (("online", []), "at least one row and one column, got 0 x 0"),
         (("online", [[]]), "at least one row and one column, got 1 x 0"),
         (("online", [[1.0, "two"]]), "row 0, column 1: 'two' is not a number"),
@@ -465,7 +526,9 @@ def alike(a, b, rel):
 
 
 @interpreted
-def test_presets_are_what_the_kernels_do():
+def test_presets_are_what_the_kernels_do(monkeypatch):
+    looks = re.search(r"^POLLS = tl.constexpr\((\d+)\)", Path(exchange.__file__).read_text(), re.MULTILINE)[1]
+    monkeypatch.setattr(exchange, "POLLS", tl.constexpr(int(looks)))  # of which the tests' own run has fewer
     kept, made = presets.load(), presets.presets()
     assert [each["title"] for each in kept] == [each["title"] for each in made]
     for old, new in zip(kept, made, strict=True):
@@ -487,7 +550,7 @@ def test_alike_can_tell():
 def test_every_kernel_has_the_worked_example_among_the_presets():
     kept = presets.load()
     for name in NAMES:
-        if name == "attention":  # which takes other rows
+        if name in ("attention", "segments"):  # which take other rows
             continue
         recording = next(each for each in kept if each["title"].startswith("3 x 8") and each["kernel"] == name)
         assert read_numbers(recording["tensors"][0]["before"]) == [value for row in EXAMPLE for value in row] or (
@@ -546,11 +609,12 @@ def test_the_command_without_a_kernel_writes_the_presets(tmp_path):
     ("content", "message"),
     [
         ("a,b\n", "x.csv, line 1, number 1: 'a' is not a number"),
-        ("1,2\n3\n", "row 0 has 2 columns, row 1 has 1"),
-        ("", "at least one row"),
+        ("1,2\n3\n", "x.csv: row 2 has 1 number, but the first row has 2"),
+        ("", "x.csv has no numbers"),
+        ("# nothing\n\n", "x.csv has no numbers"),
         ("1e400\n", "x.csv, line 1, number 1: 1e400 is too large"),
-        (b"\xff\xff", "x.csv is not text"),
-        (b"1 " * 2**20, "x.csv is larger than 1048576 bytes"),
+        (b"\xff\xff", "x.csv is neither text in UTF-8 nor a .npy file"),
+        (b"1 " * 2**20, "x.csv has more than 1048576 bytes"),
     ],
 )
 def test_a_file_that_is_no_matrix(content, message, tmp_path):
@@ -565,11 +629,29 @@ def test_a_matrix_of_numpy(tmp_path):
     np.save(tmp_path / "x.npy", np.array(EXAMPLE, np.float16))
     assert matrices.read_matrix(str(tmp_path / "x.npy")).tolist() == [list(row) for row in EXAMPLE]
     np.save(tmp_path / "hostile.npy", np.array([{}]), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"hostile\.npy is not an array of numbers"):
+    with pytest.raises(ValueError, match=r"^hostile\.npy holds Python objects, not numbers$"):
         matrices.read_matrix(str(tmp_path / "hostile.npy"))
     np.save(tmp_path / "text.npy", np.array([["a"]]))
-    with pytest.raises(ValueError, match="matrix does not hold numbers"):
+    with pytest.raises(ValueError, match=r"^matrix must hold numbers, got an array of str32$"):
         trace.record("naive", matrices.read_matrix(str(tmp_path / "text.npy")))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (lambda whole: b"", "is not a .npy file as numpy.save writes it"),
+        (lambda whole: pickle.dumps([1, 2]), "is not a .npy file as numpy.save writes it"),
+        (lambda whole: whole[:-10], "is cut short or damaged"),
+        (lambda whole: whole[:20], "is cut short or damaged"),
+        (lambda whole: whole.replace(b"shape", b"shame"), "is cut short or damaged"),
+    ],
+    ids=("empty", "a pickle", "cut in its numbers", "cut in its header", "another header"),
+)
+def test_what_is_said_of_an_array_file_is_for_the_one_who_typed_its_name(content, said, tmp_path):
+    np.save(tmp_path / "x.npy", np.array(EXAMPLE))
+    (tmp_path / "x.npy").write_bytes(content((tmp_path / "x.npy").read_bytes()))
+    done = CliRunner().invoke(main, ["trace", "--matrix", str(tmp_path / "x.npy"), "-o", "-"])
+    assert (done.exit_code, done.stderr) == (2, f"Error: x.npy {said}\n")
 
 
 @pytest.mark.parametrize(
@@ -580,6 +662,7 @@ def test_a_matrix_of_numpy(tmp_path):
         (["--kernel", "fast", "-o", "x.json"], "unknown kernel 'fast'; known: naive"),
         (["--matrix", "missing.csv", "-o", "x.json"], "missing.csv: No such file"),
         (["--block", "3", "-o", "x.json"], "block must be a power of two"),
+        (["--kernel", "hybrid-tiled", "--block", "8", "-o", "x.json"], "8 columns are not longer than 8"),
     ],
 )
 def test_a_command_that_cannot_be(arguments, message, tmp_path, monkeypatch):

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from fused_softmax import trace
-from fused_softmax.trace import presets
+from fused_softmax.core.kernels import exchange
+from fused_softmax.trace import asked, presets, run
 from fused_softmax.trace.recorder.encode import read_numbers
 
 VIZ = Path(__file__).parents[1] / "viz"
@@ -36,6 +37,12 @@ ODD = (
     [[1, 0, 2, 1, 1, 0], [0, 1, 1, 2, 0, 1], [2, 2, 1, 0, 1, 1], [0, 0, 1, 1, 2, 2], [1, 1, 0, 0, 1, 0]],
 )
 
+# Wide enough for segments of every way: hidden in one of a tile, lost in one that is read in steps, infinite in a hub.
+WIDE = [
+    [-INF, 1, 2, -INF, 0.5, 1, -1, 3, *[0.25 * each for each in range(10)]],
+    [1, -INF, 0, 1, NAN, 2, 1, 0, 4, 1, INF, 2, 3, *[-INF] * 5],
+]  # fmt: skip
+
 
 def taken(name: str, matrix: list[list[float]], block: int) -> bool:
     """Whether a kernel takes a matrix: attention has three columns a value, hybrid-tiled more columns than a block."""
@@ -45,8 +52,11 @@ def taken(name: str, matrix: list[list[float]], block: int) -> bool:
 
 @cache
 def odd(name: str) -> list[dict[str, Any]]:
-    """Recordings of a kernel on every odd matrix that it takes."""
-    return [trace.record(name, matrix, block=2) for matrix in ODD if taken(name, matrix, 2)]
+    """Recordings of a kernel on every odd matrix that it takes; of split, also with a program that comes late."""
+    matrices = [matrix for matrix in ODD if taken(name, matrix, 2)]
+    matrices += [WIDE] if name == "segments" else []
+    late = [run.kernel(asked.asked(name, matrix, 2), late=presets.LATE) for matrix in matrices if name == "split"]
+    return [trace.record(name, matrix, block=2) for matrix in matrices] + late
 
 
 class Noted:
@@ -102,6 +112,11 @@ class Noted:
     def moved(self, kind: str) -> dict[str, int]:
         """How many elements of each tensor the step loads or stores."""
         return {self.recording["tensors"][each["tensor"]]["name"]: len(each["at"]) for each in self.step.get(kind, [])}
+
+    def began(self) -> set[tuple[int, ...]]:
+        """The programs that have begun before the step."""
+        frames = self.recording["frames"]
+        return {tuple(frames[step["frame"]]["program"]) for step in self.recording["steps"][: self.at]}
 
     def n_parts(self) -> int:
         return len({each["from"] for each in self.messages("publish")})
@@ -207,7 +222,15 @@ def message_holds_all(at: Noted) -> None:
         close(low, abs(float(message["s"])))
 
 
+def is_late(at: Noted) -> bool:
+    """Whether a part of the step's row, of this launch, has yet to come."""
+    return len(at.messages("publish", last=at.at)) < at.n_parts()
+
+
 def all_have_published(at: Noted) -> None:
+    if is_late(at):
+        assert set(at.recording["options"]["late"]) - {program[0] for program in at.began()}
+        return
     assert len(at.messages("publish", last=at.at)) == at.n_parts()
     own = next(step for step in at.steps() if "message" in step)
     begin, frames = at.recording["steps"].index(own), at.recording["frames"]
@@ -216,11 +239,18 @@ def all_have_published(at: Noted) -> None:
     assert own["message"] == last or len(between) > 1
 
 
-def nothing_is_missing(at: Noted) -> None:
+def looks_again(at: Noted) -> None:
+    looks = sum(at.recording["tensors"][each["tensor"]]["name"] == "slots" for each in at.step.get("loads", []))
+    most = 512 if at.recording["title"] == presets.LATE_TITLE else exchange.POLLS.value
+    assert looks == (most if is_late(at) else 0)
+    following = [at.recording["sources"][at.recording["frames"][step["frame"]]["source"]]["name"]
+                 for step in at.steps(at.at)]  # fmt: skip
+    assert ("stand_in" in following) == is_late(at) == bool(at.local("left").any())
+    if is_late(at):
+        return
     all_published = {json.dumps([each["from"], each.get("m"), each.get("s"), each.get("d")])
                      for each in at.messages("publish", last=at.at)}  # fmt: skip
     assert len(all_published) == at.n_parts()
-    assert not at.local("left").any()
 
 
 def one_from_each(at: Noted) -> None:
@@ -231,9 +261,36 @@ def one_from_each(at: Noted) -> None:
         elif collected:
             break
     sent = sorted(at.messages("publish"), key=lambda each: each["from"])
-    bare = [{name: value for name, value in each.items() if name not in ("kind", "to")} for each in collected]
+    bare = [
+        {name: value for name, value in each.items() if name not in ("kind", "to", "missing")} for each in collected
+    ]
     assert bare == [{name: value for name, value in each.items() if name != "kind"} for each in sent]
     assert any(each["from"] == each["to"] for each in collected)
+
+
+def stands_in(at: Noted) -> None:
+    part = int(at.local("part"))
+    assert part not in {each["from"] for each in at.messages("publish", last=at.at)}
+    told = next(each for each in at.messages("publish", at.at) if each["from"] == part)
+    np.testing.assert_array_equal([at.local("m"), at.local("s")], [float(told["m"]), float(told["s"])])
+
+
+def takes_its_place(at: Noted) -> None:
+    part, message = int(at.local("part")), at.local("message")
+    step = next(step for step in at.recording["steps"][at.at :]
+                if step.get("message", {}).get("kind") == "publish" and step["message"]["from"] == part)  # fmt: skip
+    assert message[part] == int(step["stores"][0]["data"][0])
+    assert not at.moved("stores")
+
+
+def reads_its_own_again(at: Noted) -> None:
+    first, size = int(at.local("r.start")), int(at.local("r.size"))
+    n_cols = at.tensors["x"]["shape"][1]
+    own = [at.row * n_cols + first + col for col in range(size)]
+    index = next(n for n, each in enumerate(at.recording["tensors"]) if each["name"] == "x")
+    reads = Counter(place for step in at.steps(last=at.at) for load in step.get("loads", [])
+                    if load["tensor"] == index for place in load["at"])  # fmt: skip
+    assert all(reads[place] == 3 for place in own)  # held, then for the maximum and for the sum
 
 
 def knows_the_row(at: Noted) -> None:
@@ -446,7 +503,171 @@ def divided_once(at: Noted) -> None:
     assert sum(step.get("note") == at.step["note"] for step in at.steps()) == 1
 
 
+def lane_for_each(at: Noted) -> None:
+    tiles, x = at.local("tiles[0]").ravel(), at.matrix("x")[at.row]
+    assert tiles.size == 32
+    close(tiles, np.concatenate([x, np.full(32 - x.size, -INF)]))
+
+
+def choice(at: Noted) -> list[int]:
+    """The chosen experts of the step's row: the best first, of equal ones the lowest."""
+    x = at.matrix("x")[at.row]
+    return sorted(range(x.size), key=lambda expert: (-x[expert], expert))[: at.recording["options"]["k"]]
+
+
+def best_first(at: Noted) -> None:
+    if not np.isnan(at.matrix("x")[at.row]).any():
+        assert at.local("ids[0]").ravel()[: at.recording["options"]["k"]].tolist() == choice(at)
+
+
+def softmax_of_the_chosen(at: Noted) -> None:
+    x, k = at.matrix("x")[at.row], at.recording["options"]["k"]
+    weights = at.local("weights[0]").ravel()[:k]
+    if np.isnan(x).any() or not np.isfinite(x.max()):
+        assert not weights.any()  # such a row goes to no expert
+        return
+    e = exp(x[choice(at)] - x.max())
+    close(weights, e / e.sum())
+    close(weights.sum(), 1)
+
+
+def sort_alike(at: Noted) -> None:
+    x, keys = at.matrix("x")[at.row], at.local("keys[0]").ravel()
+    pairs = [(a, b) for a in range(x.size) for b in range(x.size) if not np.isnan(x[[a, b]]).any()]
+    assert all((x[a] < x[b]) == (keys[a] < keys[b]) for a, b in pairs)
+
+
+def lowest_of_the_greatest(at: Noted) -> None:
+    if not np.isnan(at.matrix("x")[at.row]).any():
+        assert at.local("at").item() == choice(at)[int(at.local("turn"))]
+
+
+def goes_on(at: Noted) -> None:
+    before, now = (at.local("heads[0]", before).ravel() for before in (True, False))
+    changed = (before != now).nonzero()[0].tolist()
+    assert changed == [at.local("at").item()]
+    assert now[changed[0]] < before.min() or now[changed[0]] == before.min()
+
+
+def one_division(at: Noted) -> None:
+    total = at.local("sum_of_scores").item()
+    close(at.local("factor"), 1 / total if total > 0 else 0)
+
+
+def segments_of(at: Noted) -> list[np.ndarray]:
+    """The numbers of each segment of the program's row."""
+    row = at.frame["program"][0] % at.tensors["x"]["shape"][0]
+    return np.split(at.matrix("x")[row], at.recording["options"]["offsets"][1:-1])
+
+
+def pieces_of_each(at: Noted) -> list[int]:
+    length = max(1, at.recording["options"]["block"] // 2)
+    return [math.ceil(each.size / length) for each in segments_of(at)]
+
+
+def cut_into_pieces(at: Noted) -> None:
+    first, pieces = int(at.local("i")), at.local("pieces").tolist()
+    wanted = pieces_of_each(at)[first : first + len(pieces)]
+    assert pieces[: len(wanted)] == wanted
+    assert max(pieces[len(wanted) :], default=0) <= 0  # of segments that there are not
+
+
+def left_for_later(at: Noted) -> None:
+    first, mine = int(at.local("i")), at.local("mine").tolist()
+    wanted = [0 < each <= 4 for each in pieces_of_each(at)][first : first + len(mine)]
+    assert [bool(each) for each in mine] == wanted + [False] * (len(mine) - len(wanted))
+
+
+def piece_by_piece(at: Noted) -> None:
+    first = int(at.local("i"))
+    here = [each if each <= 4 else 0 for each in pieces_of_each(at)[first : first + 4]]
+    wanted = [segment for segment, pieces in enumerate(here) for _ in range(pieces)]
+    upto = [0] + [step["set"]["after"] for step in at.steps(last=at.at)
+                  if step["frame"] == at.step["frame"] and "after" in step.get("set", {})]  # fmt: skip
+    rows = wanted[upto[-2] : upto[-1]]
+    assert rows
+    assert at.local("which").tolist() == rows + [0] * (at.local("which").size - len(rows))
+
+
+def rows_of_tile(at: Noted) -> dict[int, np.ndarray]:
+    """The numbers of the segment that each row of the tile has a piece of."""
+    found = zip(at.local("segment").tolist(), at.local("size").tolist(), strict=True)
+    return {row: segments_of(at)[segment] for row, (segment, size) in enumerate(found) if size >= 0}
+
+
+def read_once(at: Noted) -> None:
+    (load,) = at.step["loads"]
+    places = Counter(place for step in at.recording["steps"] for each in step.get("loads", [])
+                     if each["tensor"] == load["tensor"] for place in each["at"])  # fmt: skip
+    assert {places[each] for each in load["at"]} == {1}
+    segments = {int(segment) for segment in at.local("segment")[list(rows_of_tile(at))]}
+    assert len(load["at"]) == sum(segments_of(at)[each].size for each in segments)
+
+
+def maximum_of_all_pieces(at: Noted) -> None:
+    for row, x in rows_of_tile(at).items():
+        if not np.isnan(x).any():
+            assert at.local("m").ravel()[row] == x.max()
+
+
+def rescaled_lanes(at: Noted) -> None:
+    m, top, a = (at.local(name, before=name != "top").reshape(-1) for name in ("m", "top", "a"))
+    for lane, (old, new, value) in enumerate(zip(m, top, a, strict=True)):
+        now, before = at.local("s").ravel()[lane], at.local("s", before=True).ravel()[lane]
+        if np.isfinite([new, value]).all() and np.isfinite(before):
+            close(now, (before * exp(old - new) if before else 0) + exp(value - new))
+
+
+def last_step_first(at: Noted) -> None:
+    assert at.local("tile") == at.local("last") - 1 - at.local("back")
+    reads = [step for step in at.steps(last=at.at) if step["frame"] != at.step["frame"] and "loads" in step]
+    if at.local("back") == 0 and at.frame["launch"] == 0:  # the program has read the segment in steps, forwards
+        x = next(n for n, each in enumerate(at.recording["tensors"]) if each["name"] == "x")
+        newest = [each for step in reads for each in step["loads"] if each["tensor"] == x][-1]
+        after = next(each for step in at.steps(at.at) for each in step.get("loads", []))
+        assert after["at"] == newest["at"]
+
+
+def several_read_a_hub(at: Noted) -> None:
+    block, segment = at.recording["options"]["block"], int(at.local("segment"))
+    size = segments_of(at)[segment].size
+    assert int(at.local("size")) == size
+    told = (segment, size > 4 * block)
+    blocks = {at.recording["frames"][step["frame"]]["program"][0] for step in at.recording["steps"]
+              if step.get("note") == at.step["note"]}  # fmt: skip
+    assert len(blocks) > 1
+    other_part_told = int(at.local("tail")) == 1 and at.local("other") == at.local("one")
+    assert bool(at.local("is_hub")) == (told[1] and not other_part_told)
+
+
+def part_of_the_hub(at: Noted) -> None:
+    row = at.frame["program"][0] % at.tensors["x"]["shape"][0]
+    x = at.matrix("x")[row][int(at.local("first")) : int(at.local("last"))]
+    if np.isfinite(x).all():
+        close(at.local("m").item(), x.max())
+        close(at.local("s").item(), exp(x - x.max()).sum())
+
+
+def hubs_parts_merge(at: Noted) -> None:
+    m, s = at.local("m_b"), at.local("s_b")
+    with np.errstate(invalid="ignore"):
+        factors = np.where(m == -INF, 0, exp(m - at.local("top")))
+    known = np.isfinite(m) | (m == -INF)
+    close(at.local("s")[known], (s * factors)[known])
+
+
 CHECKS: dict[str, Callable[[Noted], None]] = {
+    "Each segment is cut into pieces of one length. An empty one has none.": cut_into_pieces,
+    "What has more pieces than a tile is left for later.": left_for_later,
+    "A row of the tile is a piece. This is the segment that it is of.": piece_by_piece,
+    "All segments of the tile are read at once, and only once.": read_once,
+    "Pieces of one segment are next to each other: each now has the maximum of all of them.": maximum_of_all_pieces,
+    "Each lane has a maximum and a sum of its own. Where the maximum has risen, the old sum is multiplied by exp of "
+    "the old maximum minus the new one.": rescaled_lanes,
+    "The last step comes first: it was read last, and caches have it.": last_step_first,
+    "A hub is longer than a block, so its parts are read by several programs.": several_read_a_hub,
+    "The maximum and the sum of what the hub has in this block.": part_of_the_hub,
+    "The sums of the hub's parts, each multiplied by exp of its maximum minus the larger one.": hubs_parts_merge,
     "Reads the matrix and writes one number for each row.": reads_and_writes({"x": "MN"}, "m", "M"),
     "Reads the matrix and the maxima, and writes a whole matrix to memory.": reads_and_writes(
         {"x": "MN", "m": "M"}, "shifted", "MN"
@@ -464,11 +685,21 @@ CHECKS: dict[str, Callable[[Noted], None]] = {
     "Rows past the end repeat the last one.": repeats_the_last,
     "No sink is given, so the sum is that of the row.": sum_of_the_row,
     "One 64-bit message holds everything the others need. Written whole, it needs no flag.": message_holds_all,
-    "Until every part of its row has published, the program waits and lets others run.": all_have_published,
-    "No message is missing. A program that had waited too long would compute the missing parts itself.": (
-        nothing_is_missing
-    ),
-    "One message from each part, its own included.": one_from_each,
+    "The program waits for its row's other parts, and lets those run that can.": all_have_published,
+    "While a message is missing, the program looks again, 512 times at most. A part that is missing then it computes "
+    "itself.": looks_again,
+    "The state of each part, its own included.": one_from_each,
+    "The part that has told nothing: the program reads it, and has its maximum and sum.": stands_in,
+    "What the missing message would have said takes its place. The slot stays as it is: its own program may still "
+    "come.": takes_its_place,
+    "It holds no part here, so it reads its own again, too.": reads_its_own_again,
+    "A lane for each expert. A warp has 32, so the others here hold -inf.": lane_for_each,
+    "The chosen experts lie in the first lanes, the best one first.": best_first,
+    "The softmax of the chosen logits alone: they add up to 1.": softmax_of_the_chosen,
+    "The logits become integers that sort as they do.": sort_alike,
+    "The greatest of all heads is the next choice. Of equal ones the lowest expert has it.": lowest_of_the_greatest,
+    "The lane that had the best goes on to its next.": goes_on,
+    "One division for each row; each weight is multiplied.": one_division,
     "From here on the program knows the whole row's maximum and sum.": knows_the_row,
     "Each sum is multiplied by exp of its maximum minus the larger one, then both are added.": two_sums_merge,
     "The states of the row's parts merge. Each sum is multiplied by exp of its maximum minus the row's.": parts_merge,
@@ -542,14 +773,32 @@ READS = {
     "split": ("The row is read only once", {1}),
     "stream": ("reads the row again", {2}),
     "draw": ("The row is read once", {1, 2, 3}),
+    "route": ("The row is read once", {1}),
+    "segments": ("Short ones", {1, 2}),
 }
+
+
+def test_the_summary_of_a_late_part_says_who_reads_what():
+    recording = next(each for each in presets.load() if each["title"] == presets.LATE_TITLE)
+    assert recording["summary"] == presets.LATE_SUMMARY
+    assert "reads that part itself and its own again" in presets.LATE_SUMMARY
+    by = {program: Counter() for program in (0, 1)}
+    for step in recording["steps"]:
+        for load in step.get("loads", []):
+            if load["tensor"] == 0:
+                by[recording["frames"][step["frame"]]["program"][0]].update(load["at"])
+    # Held; in its place for the maximum and the sum; of its own these again, and for the results.
+    assert [dict(each) for each in by.values()] == [
+        {col: 4 if col < 4 else 2 for col in range(8)},
+        dict.fromkeys(range(4, 8), 1),
+    ]
 
 
 @pytest.mark.parametrize("name", READS)
 def test_a_summary_says_how_often_a_row_is_read(name):
     words, times = READS[name]
     for recording in presets.load():
-        if recording["kernel"] == name:
+        if recording["kernel"] == name and recording["title"] != presets.LATE_TITLE:
             assert words in recording["summary"]
             assert reads_of_each(recording) <= times
 

@@ -90,8 +90,34 @@ def of_main():
 def test_a_function_of_the_script_itself_is_refused(monkeypatch):
     monkeypatch.setattr(of_main, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
-    with pytest.raises(ValueError, match="call 0 needs what __main__ defines; move that into a module"):
+    with pytest.raises(ValueError, match="call 0 needs what __main__ defines, which other processes cannot"):
         ahead.standing_in(of_main)
+
+
+@pytest.mark.compiles
+def test_what_keeps_kernels_from_the_cache_is_an_error_of_one_line(monkeypatch, capfd):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/none")
+    with pytest.raises(RuntimeError, match=r"^warmup: FileNotFoundError: .*/proc/self/none"):
+        warmup([partial(fused_softmax.softmax, MADE(4, 5), 1)], device="h100", processes=1)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@compiling
+@pytest.mark.parametrize(
+    ("shell", "said"),
+    [
+        ("""echo '{"failed": "OSError: No space left on device"}'; exit 1""", "OSError: No space left on device"),
+        ("exit 3", "the process that compiles ended with exit code 3; its error is above"),
+        ("kill -9 $$", "the process that compiles was ended by signal 9"),
+    ],
+)
+def test_how_the_process_that_compiles_ended_is_said(monkeypatch, tmp_path, shell, said):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{shell}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(ahead.sys, "executable", str(program))
+    with pytest.raises(RuntimeError, match=rf"^warmup: {said}$"):
+        warmup([partial(fused_softmax.softmax, MADE(4, 5), 1)], device="h100", processes=1)
 
 
 def working_in(group):
@@ -186,7 +212,7 @@ def test_the_command_compiles_what_training_and_serving_call(asked, tmp_path):
         (["--for", "play", "--device", "h100"], "'play' is not one of 'train', 'serve'"),
         (["--for", "train", "--device", "h300"], "'h300' is not one of 'h100', 'h200'"),
         (["--for", "train", "--device", "h100", "--vocab", "0"], "0 is not in the range"),
-        (["--for", "train", "--device", "h100", "--heads", "7"], "7 heads are no multiple of 8 heads of keys"),
+        (["--for", "train", "--device", "h100", "--heads", "7"], "--heads 7 is not a multiple of --key-heads 8"),
         (["--for", "train", "--device", "h100", "--dtype", "int8"], "int8"),
         (["--for", "train", "--device", "h100", "--folder", "/proc/x"], "cannot write into /proc/x"),
         (["--device", "h100"], "Missing option '--for'"),
@@ -204,15 +230,15 @@ def test_the_command_refuses_what_it_cannot_do_in_one_line(asked, given, said):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_the_command_wants_a_card_where_there_is_none(asked):
     result = command("warm", "--for", "serve")
-    assert (result.exit_code, result.stderr) == (2, "Error: there is no GPU here; name the card by --device\n")
+    assert (result.exit_code, result.stderr) == (2, "Error: there is no GPU here: name the card by --device\n")
     assert not asked
 
 
-def test_a_call_that_fails_is_one_line(monkeypatch):
+def test_a_call_that_fails_is_one_line_without_the_number_that_nobody_gave(monkeypatch):
     def failing(*_):
         raise ValueError("warmup: call 3: TypeError: no such dtype")
         yield
 
     monkeypatch.setattr(ahead, "compiling", failing)
     result = command("warm", "--for", "serve", "--device", "h100")
-    assert (result.exit_code, result.stderr) == (2, "Error: call 3: TypeError: no such dtype\n")
+    assert (result.exit_code, result.stderr) == (2, "Error: no such dtype\n")

@@ -53,6 +53,9 @@ __all__ = [
     "penalize",
     "route",
     "sample",
+    "segment_log_softmax",
+    "segment_logsumexp",
+    "segment_softmax",
     "softmax",
     "speculative_sample",
     "top_k_mask_logits",
@@ -61,7 +64,7 @@ __all__ = [
     "top_p_renorm_probs",
     "warmup",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from fused_softmax import nn
@@ -86,6 +89,7 @@ if TYPE_CHECKING:
     )
     from fused_softmax.ops.sampling.sample import SampleOutput, sample
     from fused_softmax.ops.sampling.speculative import SpeculativeOutput, speculative_sample
+    from fused_softmax.ops.segments.segments import segment_log_softmax, segment_logsumexp, segment_softmax
     from fused_softmax.ops.softmax.logsumexp import logsumexp
     from fused_softmax.ops.softmax.softmax import log_softmax, softmax
     from fused_softmax.register.patch import disable, enable, enabled
@@ -111,6 +115,7 @@ else:
             "min_p_mask_logits", "penalize", "top_k_mask_logits", "top_k_renorm_probs", "top_p_mask_logits",
             "top_p_renorm_probs",
         ),
+        "ops.segments.segments": ("segment_log_softmax", "segment_logsumexp", "segment_softmax"),
         "ops.softmax.softmax": ("log_softmax", "softmax"),
         "register.patch": ("disable", "enable", "enabled"),
         "ahead": ("warmup",),
@@ -122,7 +127,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        import_module("fused_softmax.register.library")
+        import_module(f"{__name__}.register.library")
         for home, names in _HOMES.items():
             module = import_module(f"{__name__}.{home}")
             for each in names:

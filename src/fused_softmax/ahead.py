@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_softmax.core.described import described
 from fused_softmax.core.device import device_of
 from fused_softmax.core.plan import H100, H200, Device
 
@@ -85,9 +86,12 @@ def compiling(
 ) -> Iterator[Kernel]:  # fmt: skip
     """As `warmup`, kernel by kernel as they get ready."""
     if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1" or os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError("warmup: kernels are interpreted in this process, so none would be compiled")
+        raise RuntimeError(
+            "warmup: kernels are interpreted in this process, so none would be compiled; "
+            "unset FUSED_SOFTMAX_INTERPRET and TRITON_INTERPRET"
+        )
     if processes is not None and (type(processes) is not int or processes < 1):
-        raise ValueError(f"warmup: processes must be a positive int, got {processes!r}")
+        raise ValueError(f"warmup: processes must be a positive int, got {described(processes)}")
     processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     given = pickle.dumps((_pickled(list(calls)), _card(device), processes, sys.path))
     environment = dict(os.environ)
@@ -106,20 +110,23 @@ def compiling(
                 told = json.loads(line)
                 if "error" in told:
                     raise ValueError(f"warmup: call {told['call']}: {told['error']}")
+                if "failed" in told:
+                    raise RuntimeError(f"warmup: {told['failed']}")
                 yield Kernel(told["kernel"], told["seconds"], told["found"])
         except BaseException:  # Ctrl-C reaches this process alone, and nothing is to work on
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(work.pid, signal.SIGKILL)
             raise
-        if work.wait():
-            raise RuntimeError(f"warmup: its process ended with exit code {work.returncode}: see above")
+        if code := work.wait():
+            how = f"ended with exit code {code}; its error is above" if code > 0 else f"was ended by signal {-code}"
+            raise RuntimeError(f"warmup: the process that compiles {how}")
 
 
 def _card(name: str | None) -> Device:
     if name is not None:
         found = DEVICES.get(name) if isinstance(name, str) else None
         if found is None:
-            raise ValueError(f"warmup: device must be one of {', '.join(DEVICES)}, got {name!r}")
+            raise ValueError(f"warmup: device must be one of {', '.join(DEVICES)}, got {described(name)}")
         return found
     if not torch.cuda.is_available():
         raise RuntimeError(f"warmup: there is no GPU here; name one by device=: {', '.join(DEVICES)}")
@@ -159,7 +166,8 @@ def _pickled(calls: list[Callable[[], Any]]) -> list[bytes]:
             raise ValueError(f"warmup: call {i} cannot go to another process: {error}") from None
         if b"__main__" in written.getvalue():
             raise ValueError(
-                f"warmup: call {i} needs what __main__ defines; move that into a module, for other processes"
+                f"warmup: call {i} needs what __main__ defines, which other processes cannot import; "
+                "move it into a module"
             )
         found.append(written.getvalue())
     return found
@@ -168,4 +176,4 @@ def _pickled(calls: list[Callable[[], Any]]) -> list[bytes]:
 def _require_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"warmup: {folder} cannot be written")
+        raise PermissionError(f"warmup: folder {folder} cannot be written to")

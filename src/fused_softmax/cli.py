@@ -3,6 +3,8 @@
 import errno
 import importlib.util
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from fused_softmax import __version__
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.commands import paths
 from fused_softmax.bench.commands.arguments import (
-    Listing,
+    OfRows,
     case_of,
     dtype_option,
     each_value_of,
@@ -34,9 +36,10 @@ from fused_softmax.bench.commands.arguments import (
     shape_options,
 )
 from fused_softmax.bench.commands.commands import bench
-from fused_softmax.bench.commands.front import NO_ROOM, Front
-from fused_softmax.bench.show.progress import busy, importing
+from fused_softmax.bench.commands.front import NO_ROOM, Front, Whole
+from fused_softmax.bench.show.progress import busy, counted, importing
 from fused_softmax.core import files
+from fused_softmax.core.described import number_of
 
 
 @click.group(cls=Front, context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,7 +51,7 @@ def main() -> None:
 main.add_command(bench)
 
 
-@main.command(cls=Listing, short_help="Run one call of each provider under NVIDIA's ncu.")
+@main.command(cls=OfRows, short_help="Run one call of each provider under NVIDIA's ncu.")
 @shape_options()
 @dtype_option()
 @operation_option
@@ -62,7 +65,7 @@ def profile(
     """Run one call of each provider under ncu and print one table: bytes moved, occupancy, registers, widths, stalls.
 
     If the counters cannot be read, it says why. It then prints facts of the compiled kernel and, with a GPU, times by
-    Triton's profiler Proton.
+    Triton's profiler Proton. Exits with 1 if nothing was found out of any provider.
     """
     case = case_of(n_rows, n_cols, dtype, operation)
     require_known(names, [operation], operation)
@@ -82,9 +85,10 @@ def profile(
     if as_json:
         click.echo(json.dumps({"case": str(case), **table.facts(found, floor_bytes, device)}, indent=1))
     elif found:
-        run.print_table(case, found, floor_bytes, device, new_console())
+        run.print_table(case, found, floor_bytes, device, new_console(), gpu=gpu)
     if stopped:
-        say_interrupted(ctx, f"{len(found)} providers were profiled")
+        say_interrupted(ctx, f"{number_of(len(found), 'provider was', 'providers were')} profiled")
+    ctx.exit(int(not any(each.kernels for each in found)))
 
 
 @main.command("report", short_help="Turn results into one page of charts and tables.")
@@ -93,7 +97,9 @@ def profile(
 @click.option(
     "--charts", "folder", type=paths.FILE, callback=paths.folder, help="Folder for every chart as PNG and SVG."
 )
-@click.option("--title", default="Measured: fused-softmax", show_default=True, help="Title of the page.")
+@click.option(
+    "--title", default="Measured: fused-softmax", show_default=True, callback=paths.text, help="Title of the page."
+)
 @force_option
 def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, title: str, force: bool) -> None:
     """Write one self-contained page from RESULTS of `bench --out`: charts, tables, how it was measured."""
@@ -112,14 +118,14 @@ def report_command(results: tuple[Path, ...], out: Path, folder: Path | None, ti
         raise click.ClickException(f"{error.name} is missing: pip install 'fused-softmax[report]'") from None
 
     try:
+        parts = [page.part(path) for path in counted("drawing", results)]
         with busy("making the page") as say:
-            parts = [page.part(path) for path in results]
             charts = [path for each in parts for path in page.chart_files(each, folder)] if folder else []
             paths.require_outputs([*charts, out], results, replace=True, how="")
             files.write_whole(out, page.render(parts, title).encode())
             say(f"wrote {out}")
             if folder:
-                say(f"wrote {len(page.save_charts(parts, folder))} files into {folder}")
+                say(f"wrote {number_of(len(page.save_charts(parts, folder)), 'file')} into {folder}")
     except OSError as error:
         if not error.filename:
             raise  # of standard output
@@ -143,7 +149,9 @@ def plan(shape: list[int], n_rows: int | None, n_cols: int | None, dtype: str, a
     given = [size for size in (n_rows, n_cols) if size is not None]
     of_attention = len(shape) == 4 and not given
     if not of_attention and sorted((len(shape), len(given))) != [0, 2]:
-        raise click.UsageError("a shape is two sizes, ROWS COLS or --rows and --cols; of attention four")
+        raise click.UsageError("give two sizes, as ROWS COLS or by --rows and --cols, or the four sizes of attention")
+    if math.prod([*shape, *given]) >= cases.LARGEST:
+        raise click.UsageError(f"{' x '.join(map(str, shape or given))} is larger than any tensor")
     device, gpu = find_device()
     with importing():
         from fused_softmax.bench.entries import makers
@@ -180,6 +188,8 @@ def env(as_json: bool) -> None:
 
         facts = record.environment(*run.gpu_facts())
     del facts["kernels_of"]  # a digest an operation, which files of results have
+    if not as_json:
+        facts["gpu"] = facts["gpu"] or "none"
     print_facts(facts, as_json)
 
 
@@ -216,7 +226,7 @@ def trace(
     """
     wanted = [*names, *([] if second is None else [second])]
     if matrix == "":
-        raise click.UsageError("--matrix is empty: give rows as text, a file, or - for standard input")
+        raise click.UsageError("--matrix is empty: give the name of a file, or - for standard input")
     out = Path("-") if listed else _required_out(out, matrix, force)
     try:
         with importing():
@@ -265,7 +275,9 @@ def trace(
         if not error.filename:
             raise  # of standard output
         raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from None
-    except (ValueError, tracing.RecordingError) as error:
+    except ValueError as error:  # of a block that the kernel does not take for such a matrix
+        raise click.UsageError(str(error)) from None
+    except tracing.RecordingError as error:
         raise click.ClickException(str(error)) from None
 
 
@@ -290,7 +302,7 @@ def _missing(error: ImportError) -> click.ClickException:
 
 @main.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; by default only loopback.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True, help="0 takes any free port.")
+@click.option("--port", type=Whole(0, 65535), default=8765, show_default=True, help="0 takes any free port.")
 @click.option(
     "--allow-host",
     "allowed",
@@ -313,9 +325,10 @@ def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
         names = hosts.answered(host, allowed)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    html = page.embed([], presets.load())
+    html = page.embed([], presets.load(), server=server.known())
     try:
         server.serve(html, host, port, lambda address: click.echo(f"serving on {address}"), names)
+        click.echo("stopped", err=True)
     except OSError as error:
         if error.errno in (*NO_ROOM, errno.EPIPE):
             raise  # of standard output
@@ -324,7 +337,7 @@ def serve(host: str, port: int, allowed: tuple[str, ...]) -> None:
         raise (click.UsageError if wrong else click.ClickException)(said) from None
 
 
-_SIZE = click.IntRange(1, 2**31 - 1)
+_SIZE = Whole(1, 2**31 - 1)
 
 
 @main.command(short_help="Compile kernels before the first call needs them.")
@@ -342,14 +355,12 @@ _SIZE = click.IntRange(1, 2**31 - 1)
 @click.option("--hidden", type=_SIZE, default=4096, show_default=True, help="Columns of the hidden states.")
 @click.option("--heads", type=_SIZE, default=32, show_default=True, help="Heads of the queries.")
 @click.option("--key-heads", type=_SIZE, default=8, show_default=True, help="Heads of keys and values.")
-@click.option("--head-dim", type=click.IntRange(1, 256), default=128, show_default=True, help="Dims of a head.")
+@click.option("--head-dim", type=Whole(1, 256), default=128, show_default=True, help="Dims of a head.")
 @click.option(
     "--context", "contexts", type=_SIZE, multiple=True, default=(4096,), show_default=True,
     help="Lengths of sequences; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--processes", type=click.IntRange(1), help="How many compile at a time.  [default: the cores, at most 16]"
-)
+@click.option("--processes", type=Whole(1), help="How many compile at a time.  [default: the cores, at most 16]")
 @click.option(
     "--folder", type=paths.FILE, callback=paths.folder, help="Triton's cache.  [default: TRITON_CACHE_DIR, or Triton's]"
 )
@@ -369,24 +380,26 @@ def warm(
         from fused_softmax import ahead
         from fused_softmax.warm.uses import ROWS, USES, Model
     if sizes["heads"] % sizes["key_heads"]:
-        raise click.UsageError(f"{sizes['heads']} heads are no multiple of {sizes['key_heads']} heads of keys")
+        raise click.UsageError(f"--heads {sizes['heads']} is not a multiple of --key-heads {sizes['key_heads']}")
     if device is None and not torch.cuda.is_available():
-        raise click.UsageError("there is no GPU here; name the card by --device")
+        raise click.UsageError("there is no GPU here: name the card by --device")
     calls = []
     for use in dict.fromkeys(uses):
         model = Model(dtype=getattr(torch, dtype), rows=rows or ROWS[use], **sizes)
         calls += list(USES[use](model))
     began, kernels = time.perf_counter(), []
     try:
-        with busy(f"compiling for {len(calls)} calls"):
+        with busy(f"compiling for {number_of(len(calls), 'call')}"):
             for each in ahead.compiling(calls, device, processes, folder):
                 kernels.append(each)
     except (RuntimeError, ValueError) as error:  # a kernel that does not compile; a shape that no call can have
         kind = click.UsageError if isinstance(error, ValueError) else click.ClickException
-        raise kind(str(error).removeprefix("warmup: ")) from None
+        said = re.sub(r"^call \d+: \w+: ", "", str(error).removeprefix("warmup: "))  # of a call that nobody numbered
+        raise kind(said) from None
     compiled = sum(not each.found for each in kernels)
     seconds = time.perf_counter() - began
-    click.echo(f"{len(calls)} calls take {len(kernels)} kernels: {compiled} compiled in {seconds:.1f} s")
+    calls_take = number_of(len(calls), "call takes", "calls take")
+    click.echo(f"{calls_take} {number_of(len(kernels), 'kernel')}: {compiled} compiled in {seconds:.1f} s")
 
 
 if __name__ == "__main__":

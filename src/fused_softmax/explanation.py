@@ -34,12 +34,15 @@ from fused_softmax.ops.routing import route as routing
 from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
 from fused_softmax.ops.sampling import speculative
+from fused_softmax.ops.segments import segments
 from fused_softmax.ops.softmax import logsumexp, softmax
 from fused_softmax.register import library, patch
+from fused_softmax.register import pyg as of_pyg
+from fused_softmax.register import trl as of_trl
 from fused_softmax.register.table import OPERATORS
 
-KERNEL, OPERATOR, SHARDED, COMPOSED, CUDNN, ATEN, NONE = (
-    "kernel", "operator", "sharded", "composed", "cuDNN", "ATen", "none"
+KERNEL, OPERATOR, SHARDED, COMPOSED, CUDNN, ATEN, PYG, TRL, NONE = (
+    "kernel", "operator", "sharded", "composed", "cuDNN", "ATen", "PyG", "TRL", "none"
 )  # fmt: skip
 _NAMES = {Route.KERNEL: KERNEL, Route.OPERATOR: OPERATOR, Route.SHARDS: SHARDED, Route.COMPOSED: COMPOSED}
 
@@ -71,6 +74,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (speculative, "_speculative", "speculative_sample", None),
     (sampling_filters, "_kept", None, None),
     (sampling_filters, "_penalize", "penalize", None),
+    (segments, "_of_segments", None, None),
 )
 _OPERATORS = {each.name for each in OPERATORS}
 _OF_ROOMS = {"losses": "cross_entropy", "sampling": "sample"}  # whose files are not all of their operator's name
@@ -114,10 +118,11 @@ class Record:
     """One call, or one backward pass.
 
     function: its name; of a backward pass with "backward" after it, of a call of torch's that `enable()` took with
-        "aten::" before it.
+        "aten::" before it, and of a call of TRL's its name there with all modules.
     shapes: of its tensors, in the order of its arguments; none of a call that a compiler traced.
     route: "kernel", "operator" (of torch.ops.fused_softmax), "sharded", "cuDNN", "composed" (of torch's operations), or
-        "ATen" (a call that `enable()` left to it); "none" of a call that raised before it had one.
+        "ATen" or "PyG" (a call that `enable()` left to it), or "TRL" (one that `trl.apply()` left to it); "none" of a
+        call that raised before it had one.
     reason: why it went there.
     ways: of a pass of attention, which way of its table takes it, and why the ones before it do not: in the order in
         which they were asked, each with `of`, `name` and `refused`.
@@ -377,12 +382,12 @@ def _watching(real: Callable) -> Callable:
     return listened
 
 
-def _leaving(real: Callable) -> Callable:
-    def listened(atens, refused):
+def _leaving(real: Callable, whose: str) -> Callable:
+    def listened(own, refused):
         now = _now()
         if now is not None:
-            now.settle((ATEN, refused))
-        return real(atens, refused)
+            now.settle((whose, refused))
+        return real(own, refused)
 
     return listened
 
@@ -479,6 +484,12 @@ def _standing_in(name: str, kernel: Callable, args: tuple[Any, ...], kwargs: dic
         return kernel(*args, **kwargs)
 
 
+def _standing_in_elsewhere(name: str, run: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a function of PyG or TRL."""
+    with _opened(name, (*args, *kwargs.values())):
+        return run(*args, **kwargs)
+
+
 def _found_nothing() -> bool:
     return True
 
@@ -518,7 +529,11 @@ def _replace_all() -> None:
     _replace(route, "decide", _deciding(route.decide))
     _replace(route, "watcher_of", _watching(route.watcher_of))
     _replace(patch, "watcher_of", route.watcher_of)
-    _replace(patch, "left_to_aten", _leaving(patch.left_to_aten))
+    _replace(patch, "left_to_aten", _leaving(patch.left_to_aten, ATEN))
+    _replace(of_pyg, "left_to_pyg", _leaving(of_pyg.left_to_pyg, PYG))
+    _replace(of_pyg, "listener", _standing_in_elsewhere)
+    _replace(of_trl, "left_to_trl", _leaving(of_trl.left_to_trl, TRL))
+    _replace(of_trl, "listener", _standing_in_elsewhere)
     _replace(patch, "listener", _standing_in)
     _replace(library, "listener", _running)
     _replace(launch, "prepare", _preparing(launch.prepare))
@@ -527,9 +542,11 @@ def _replace_all() -> None:
 
 
 def _functions() -> list[type[torch.autograd.Function]]:
-    """The autograd functions of this package's operators, but for those that only refuse a gradient."""
+    """The autograd functions of this package's operators: not of references, nor those that only refuse a gradient."""
     return [
         each
         for each in torch.autograd.Function.__subclasses__()
-        if each.__module__.startswith("fused_softmax.ops.") and each.__module__ != no_gradient.__name__
+        if each.__module__.startswith(f"{__package__}.ops.")
+        and each.__module__ != no_gradient.__name__
+        and not each.__module__.endswith(".reference")
     ]

@@ -6,6 +6,12 @@ from _signal import SIGINT, default_int_handler, getsignal, signal  # `signal` t
 INTERRUPTED = 130  # the exit code, as of shells
 
 
+def leave_at_once(code: int) -> None:
+    """From now on Ctrl-C ends the process with this code: its work is done, and Python takes down what it imported."""
+    if getsignal(SIGINT) is default_int_handler:
+        signal(SIGINT, lambda *_: os._exit(code))
+
+
 class Leaving:
     """A block in which Ctrl-C ends the process at once, in one line: what is imported may swallow KeyboardInterrupt.
 

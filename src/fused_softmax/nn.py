@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fused_softmax.register.library  # noqa: F401  # for whoever imports or unpickles a module by this file's name
 from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.attention.options import MOST_DIM
 from fused_softmax.ops.losses.cross_entropy import CrossEntropyOutput, cross_entropy
@@ -18,6 +17,7 @@ from fused_softmax.ops.losses.log_prob import LogProbOutput
 from fused_softmax.ops.routing.route import RouteOutput, route
 from fused_softmax.ops.softmax.scores import MaskedRows
 from fused_softmax.ops.softmax.softmax import log_softmax, softmax
+from fused_softmax.register import library  # noqa: F401  # for whoever imports or unpickles a module by this file's name
 
 
 class _Scored(torch.nn.Module):
@@ -295,7 +295,7 @@ class Router(_OfLayer):
         self.k, self.options = k, _known(options, route)
         of_call = {"bias", "noise", "indices", "row_mask"} & options.keys()
         if of_call:
-            raise TypeError(f"Router takes no {sorted(of_call)[0]} of every call")
+            raise TypeError(f"Router: {sorted(of_call)[0]} belongs to each call of the module, not to its constructor")
         of_experts = torch.zeros(num_experts, device=device, dtype=torch.float32) if choice_bias else None
         self.register_buffer("choice_bias", of_experts)
 

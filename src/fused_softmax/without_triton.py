@@ -17,7 +17,7 @@ MESSAGE = (
     "the kernels of fused_softmax need Triton, which is not installed: pip install triton (on Linux). "
     "Tensors on the CPU need none: torch computes them"
 )
-PACKAGE = "fused_softmax"
+PACKAGE = __name__.partition(".")[0]
 STANDS_IN = ("core", "ranks", "ops", "explanation")  # parts that are imported on torch's path too
 _TAKEN = frozenset({"jit", "constexpr", "constexpr_function"})  # what a module calls while it is imported
 

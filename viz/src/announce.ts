@@ -2,7 +2,7 @@
 
 import { count, exact, short } from "./numbers";
 import type { Replay } from "./model";
-import { decode, isTile, type Local } from "./recording";
+import { decode, isTile, type Load, type Local } from "./recording";
 import { isMessage, messagesText } from "./sentences";
 
 /** "columns 4 to 7" of the half-open range [4, 8). */
@@ -40,8 +40,7 @@ export function announcement(replay: Replay): string {
   if (step.rows?.length) parts.push(`, ${rowsText(step.rows)}`);
   if (step.cols) parts.push(`, ${columnsText(step.cols)}`);
   let text = parts.join(" ").replaceAll(" ,", ",") + `. Line ${step.line}.`;
-  for (const load of step.loads ?? []) text += ` Reads ${elements(load.at.length)} of ${recording.tensors[load.tensor]!.name}.`;
-  for (const store of step.stores ?? []) text += ` Writes ${elements(store.at.length)} of ${recording.tensors[store.tensor]!.name}.`;
+  text += movesText(replay, "Reads", step.loads ?? []) + movesText(replay, "Writes", step.stores ?? []);
   const set = Object.entries(step.set ?? {}).filter(([, value]) => !isTile(value) || value.data.length === 1);
   if (set.length) text += ` ${set.map(([name, value]) => `${name} = ${isMessage(replay, value) ? messagesText(replay, value) : localText(value)}`).join(", ")}.`;
   if (step.message) text += ` ${messageText(step.message)}.`;
@@ -55,8 +54,18 @@ export function messageText(message: NonNullable<NonNullable<Replay["step"]>["me
       ? `d = ${short(decode(message.d), 4)}`
       : `m = ${exact(decode(message.m))}, s = ${short(decode(message.s), 4)}`;
   if (message.kind === "publish") return `Publishes ${state} for row ${message.row}`;
+  if (message.missing) return `Has computed ${state} of part ${message.from} itself, for row ${message.row}`;
   const from = message.from === undefined ? "" : ` from part ${message.from}`;
   return `Collects ${state}${from} for row ${message.row}`;
+}
+
+/** What a line reads, or writes. A line that waits may ask for the same many times. */
+function movesText(replay: Replay, verb: string, moves: readonly Load[]): string {
+  const said = moves.map((each) => ` ${verb} ${elements(each.at.length)} of ${replay.recording.tensors[each.tensor]!.name}`);
+  return [...new Set(said)].map((each) => {
+    const times = said.filter((other) => other === each).length;
+    return `${each}${times > 1 ? `, ${count(times)} times` : ""}.`;
+  }).join("");
 }
 
 function elements(n: number): string {

@@ -1,6 +1,6 @@
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { announcement, columnsText, rowsText } from "./announce";
-import { choiceOf, choose, entryOf, matrixNames, sameChoice, valuesOf, type Choice, type Entry } from "./catalogue";
+import { choiceOf, choose, entryOf, matrixNames, openingOf, sameChoice, valuesOf, type Choice, type Entry } from "./catalogue";
 import { readHash, writeHash, VIEWS, type Place, type View } from "./link";
 import { Replay, type Unit } from "./model";
 import { short } from "./numbers";
@@ -10,7 +10,7 @@ import { compute, type Modelled } from "./recurrence";
 import { RowChart } from "./views/chart";
 import { Compare } from "./views/compare";
 import { Help, Paste, type PasteRequest } from "./views/dialogs";
-import { useFrames, useRested, useServer } from "./views/hooks";
+import { useFrames, useNarrow, useRested, type ServerKernel } from "./views/hooks";
 import { Lanes } from "./views/lanes";
 import { LocalsView } from "./views/locals";
 import { Meter } from "./views/meter";
@@ -18,16 +18,13 @@ import { NumericsView } from "./views/numerics";
 import { RowsView } from "./views/rows";
 import { SourceView } from "./views/source";
 import { TensorView } from "./views/tensor";
-import { Tour } from "./views/tour";
+import { Story } from "./views/story";
 import { SPEEDS, Transport } from "./views/transport";
-import { sights } from "./tour";
+import { storyOf } from "./story";
 
 type Theme = "auto" | "light" | "dark";
 
 const VIEW_NAMES: Record<View, string> = { replay: "Replay", compare: "Compare", numerics: "Numerics" };
-
-/** Whether the page says that a server serves it. If it does not, the page asks. */
-const SERVED = document.querySelector('meta[name="fused-softmax-server"]')?.getAttribute("content") === "1";
 
 interface State {
   entries: readonly Entry[];
@@ -38,27 +35,40 @@ interface State {
   clock: number;
   /** The row to follow; null for the program's own row. */
   row: number | null;
+  /** The card of the story that is open; null if none is. */
+  card: number | null;
 }
 
-export function App({ entries: given, problem }: { entries: Entry[]; problem: string }) {
-  const [state, setState] = useState<State>(() => arrive({ entries: given, choice: {}, versus: undefined, view: "replay", position: 0, clock: 0, row: null }, readHash(location.hash)));
-  const [playing, setPlaying] = useState(false);
+const EMPTY: Omit<State, "entries"> = { choice: {}, versus: undefined, view: "replay", position: 0, clock: 0, row: null, card: null };
+
+interface AppProps {
+  entries: Entry[];
+  problem: string;
+  /** The kernels that the page's server records; null for a page from a disk. */
+  server: readonly ServerKernel[] | null;
+}
+
+export function App({ entries: given, problem, server }: AppProps) {
+  const [state, setState] = useState<State>(() => arrive({ entries: given, ...EMPTY }, readHash(location.hash)));
+  const [{ bare, play: asked }] = useState(() => readHash(location.hash));
+  const [playing, setPlaying] = useState(() => asked !== undefined && !matchMedia("(prefers-reduced-motion: reduce)").matches);
   const [unit, setUnit] = useState<Unit>("line");
-  const [speed, setSpeed] = useState<number>(5);
+  const [speed, setSpeed] = useState<number>(() => SPEEDS.find((each) => each === asked) ?? 5);
   const [values, setValues] = useState(false);
   const [dialog, setDialog] = useState<"help" | "paste" | null>(null);
   const [message, setMessage] = useState(() => problem || missing(given, readHash(location.hash)));
   const [theme, setTheme] = useTheme();
   const [keys, setKeys] = useState(true);
-  const [stop, setStop] = useState<number | null>(null);
-  const server = useServer(dialog === "paste", SERVED ? valuesOf(given, "kernel") : []);
+  const [bits, setBits] = useState(false);
+  const [menu, setMenu] = useState(false);
+  const narrow = useNarrow();
   const file = useRef<HTMLInputElement>(null);
 
   const { entries, choice, view } = state;
   const entry = choose(entries, choice)!;
   const replay = useMemo(() => new Replay(entry.recording), [entry]);
   const names = useMemo(() => matrixNames(entries), [entries]);
-  const tour = useMemo(() => sights(entries), [entries]);
+  const story = useMemo(() => storyOf(entries), [entries]);
   const field = useMemo(() => fieldOf(entries, entry), [entries, entry]);
   const rival = useMemo(() => rivalOf(field, entry, state.versus), [field, entry, state.versus]);
   const pair = useMemo(() => [new Replay(entry.recording), new Replay(rival.recording)] as const, [entry, rival]);
@@ -68,6 +78,8 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   const position = replay.position;
   const clock = Math.min(state.clock, clocks[clocks.length - 1] ?? 0);
   for (const each of pair) each.seek(clock === 0 ? 0 : each.positionMoved(clock));
+  const card = state.card !== null && story[state.card] && view === "replay" ? state.card : null;
+  const stop = card === null ? null : (story[card]!.stops.find((each) => each.entry === entry && each.position === position) ?? null);
   const row = Math.min(Math.max(0, replay.nRows - 1), state.row ?? rowAt(replay));
 
   const patch = useCallback((change: Partial<State>) => setState((old) => ({ ...old, ...change })), []);
@@ -115,6 +127,8 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
     dtype: entry.dtype,
     ...(view === "compare" ? { versus: rival.kernel, clock } : { step: position }),
     ...(state.row === null ? {} : { row: state.row }),
+    ...(card === null ? {} : { story: card + 1 }),
+    ...(bare ? { bare } : {}),
     ...(entry.origin === "computed" ? { data: matrixOf(entry) } : {}),
   };
   const hash = writeHash(place);
@@ -189,14 +203,20 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   };
   const select = (field_: keyof Choice, value: string) => {
     setPlaying(false);
-    const found = choose(entries, { ...choiceOf(entry), [field_]: value }, field_)!;
+    const found = field_ === "kernel" ? openingOf(entries, value, choiceOf(entry)) : choose(entries, { ...choiceOf(entry), [field_]: value }, field_)!;
     patch({ choice: choiceOf(found), position: 0, clock: 0, row: null });
   };
-  const visit = (number: number) => {
-    const sight = tour[number]!;
+  const visit = (number: number, which = 0) => {
+    const found = story[number]?.stops[which];
+    if (!found) return;
     setPlaying(false);
-    setStop(number);
-    patch({ choice: choiceOf(sight.entry), position: sight.position, clock: 0, row: null, view: "replay" });
+    patch({ card: number, choice: choiceOf(found.entry), position: found.position, clock: 0, row: found.row ?? null, view: "replay" });
+  };
+  const last = useRef(0);
+  if (card !== null) last.current = card;
+  const leave = () => {
+    patch({ card: null });
+    document.getElementById("open-story")?.focus();
   };
   const follow = (to: number) => patch({ row: state.row === to ? null : to });
 
@@ -222,6 +242,9 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
     o: () => file.current?.click(),
     l: () => void copyLink(),
     t: () => setTheme(next(theme)),
+    s: () => !bare && (card === null ? visit(last.current) : leave()),
+    n: () => card !== null && visit(card + 1),
+    b: () => card !== null && visit(card - 1),
     "1": () => patch({ view: "replay" }),
     "2": () => patch({ view: "compare" }),
     "3": () => patch({ view: "numerics" }),
@@ -260,12 +283,22 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
   const spoken = useRested(playing ? "" : sentence, 120);
   const drop = useDrop((files) => void open([...files]));
 
+  const hint = `${narrow ? "Press ▶ to play, or → for one line." : "Press → to run the first line, or Space to play."}${story.length && !bare ? " The Story tells the rest in ten cards." : ""}`;
+  const about = (
+    <p class="about">
+      {entry.recording.summary} <span class="origin">{originOf(entry, server !== null)}</span>
+    </p>
+  );
+  const storyButton = story.length ? (
+    <button type="button" class="main" id="open-story" aria-expanded={card !== null} onClick={() => (card === null ? visit(last.current) : leave())}>Story</button>
+  ) : null;
+
   return (
     <div class={`page${drop ? " dropping" : ""}`}>
-      <header class="top">
+      <header class="top" hidden={Boolean(bare)}>
         <div class="title">
           <h1>
-            Softmax, <em>as the kernel does it</em>
+            Softmax<em>, as the kernel does it</em>
           </h1>
           <nav role="tablist" aria-label="Views">
             {VIEWS.map((each) => (
@@ -291,8 +324,11 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
               </button>
             ))}
           </nav>
-          <div class="tools" role="toolbar" aria-label="Page">
-            {tour.length ? <button type="button" onClick={() => visit(0)}>Tour</button> : null}
+          {narrow ? (
+            <button type="button" class="more" aria-expanded={menu} aria-controls="tools" aria-label="More" onClick={() => setMenu(!menu)}>⋯</button>
+          ) : null}
+          <div class="tools" id="tools" role="toolbar" aria-label="Page" hidden={narrow && !menu}>
+            {narrow ? null : storyButton}
             <button type="button" onClick={() => setDialog("paste")}>Your numbers</button>
             <button type="button" onClick={() => file.current?.click()}>Open</button>
             <button type="button" onClick={() => void copyLink()}>Link</button>
@@ -313,6 +349,9 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
             />
           </div>
         </div>
+        {card !== null ? (
+          <Story cards={story} number={card} shown={stop} onGo={visit} onClose={leave} />
+        ) : (
         <div class="choices">
           <Pick label="kernel" value={entry.kernel} options={valuesOf(entries, "kernel")} onPick={(kernel) => select("kernel", kernel)} first />
           <Pick
@@ -324,10 +363,9 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
           />
           <Pick label="block" value={entry.block} options={valuesOf(entries, "block", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(block) => select("block", block)} />
           <Pick label="dtype" value={entry.dtype} options={valuesOf(entries, "dtype", { kernel: entry.kernel, matrix: entry.matrix })} onPick={(dtype) => select("dtype", dtype)} />
-          <p class="about">
-            {entry.recording.summary} <span class="origin">{originOf(entry)}</span>
-          </p>
+          {narrow ? storyButton : about}
         </div>
+        )}
         {message ? (
           <p class="message" role="alert">
             {message}{" "}
@@ -336,12 +374,9 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
         ) : null}
       </header>
 
-      {stop !== null && tour[stop] ? (
-        <Tour sight={tour[stop]} number={stop} count={tour.length} onGo={visit} onClose={() => setStop(null)} />
-      ) : null}
       <main>
         <div id="view" role="tabpanel" aria-labelledby={`tab-${view}`} class={view}>
-        {view === "replay" ? <ReplayView {...{ replay, position, row, follow, values, entry }} onValues={setValues} pinned={state.row !== null} /> : null}
+        {view === "replay" ? <ReplayView {...{ replay, position, row, follow, values, entry, narrow, bits, hint }} onValues={setValues} onBits={setBits} pinned={state.row !== null} first={card === null ? null : (stop ?? story[card]!.stops[0]!).shows} /> : null}
         {view === "compare" ? (
           <Compare
             left={entry}
@@ -355,6 +390,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
           />
         ) : null}
         {view === "numerics" ? <NumericsView row={rowValues(replay, row)} rowName={`row ${row} of the matrix`} /> : null}
+        {narrow || card !== null ? about : null}
         </div>
       </main>
 
@@ -375,6 +411,7 @@ export function App({ entries: given, problem }: { entries: Entry[]; problem: st
           }}
           onPlay={play}
           onUnit={setUnit}
+          narrow={narrow}
           onSpeed={setSpeed}
           {...(view === "replay" ? { replay } : {})}
           place={view === "compare" ? `${clock} of ${length} elements` : `Step ${position} of ${length}`}
@@ -400,10 +437,17 @@ interface ReplayProps {
   pinned: boolean;
   values: boolean;
   onValues: (values: boolean) => void;
+  bits: boolean;
+  onBits: (bits: boolean) => void;
   entry: Entry;
+  narrow: boolean;
+  /** What comes first, below the step; null for the order of the page. */
+  first: string | null;
+  /** What to do before the first step. */
+  hint: string;
 }
 
-function ReplayView({ replay, position, row, follow, pinned, values, onValues, entry }: ReplayProps) {
+function ReplayView({ replay, position, row, follow, pinned, values, onValues, bits, onBits, entry, narrow, first, hint }: ReplayProps) {
   const { recording, step } = replay;
   // Scratch that counts as traffic stands in the order of the computation; the programs' messages stand aside.
   const aside = (index: number) => recording.tensors[index]!.role === "scratch" && !replay.counted[index];
@@ -426,9 +470,11 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
       values={values}
     />
   );
+  const shown = indices.filter((each) => !aside(each));
+  const [one, others] = messages && narrow ? [shown.slice(0, 1), shown.slice(1)] : [shown, []];
   return (
     <>
-      <div class="left">
+      <div class="left" {...(first ? { "data-first": first } : {})}>
         <dl class="at-hand" aria-label="Current step">
           <div>
             <dt>program</dt>
@@ -456,7 +502,7 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
             : null}
         </dl>
         <p class="note">
-          <span>{step ? (step.note ?? "") : "Press → to run the first line, or Space to play."}</span>
+          <span>{step ? (step.note ?? "") : hint}</span>
           {replay.nCols > 12 ? (
             <button type="button" aria-pressed={values} onClick={() => onValues(!values)}>
               {values ? "whole width" : "values"}
@@ -465,13 +511,14 @@ function ReplayView({ replay, position, row, follow, pinned, values, onValues, e
         </p>
         {replay.imagined ? <div class="tensors product">{ofRows.map(tensor)}</div> : null}
         {replay.imagined ? null : (
-          <div class={`tensors${replay.nCols > 12 ? " wide" : ""}`}>{indices.filter((each) => !aside(each)).map(tensor)}</div>
+          <div class={`tensors${replay.nCols > 12 ? " wide" : ""}`}>{one.map(tensor)}</div>
         )}
+        {messages ? <Lanes replay={replay} row={row} bits={bits} onBits={onBits} /> : null}
+        {others.length && !replay.imagined ? <div class="tensors">{others.map(tensor)}</div> : null}
         {reduces ? <RowChart replay={replay} row={row} /> : null}
         {replay.imagined ? <div class="tensors product">{indices.filter((each) => !aside(each) && !ofRows.includes(each)).map(tensor)}</div> : null}
-        {messages ? <Lanes replay={replay} row={row} /> : null}
         <Meter replay={replay} />
-        {indices.some(aside) ? <div class="tensors">{indices.filter(aside).map(tensor)}</div> : null}
+        {indices.some(aside) ? <div class="tensors aside">{indices.filter(aside).map(tensor)}</div> : null}
         <RowsView replay={replay} selected={row} onRow={follow} />
         <p class="quiet follow">{pinned ? `Following row ${row}. Choose it again to follow the program.` : "Following the program’s row. Choose a row to stay with it."}</p>
       </div>
@@ -516,7 +563,11 @@ function arrive(old: State, place: Place): State {
     entries = [...fresh, ...entries.filter((each) => !fresh.some((one) => sameChoice(one, each)))];
     choice = { ...choice, matrix: fresh[0]!.matrix };
   }
-  if (Object.values(choice).every((each) => each === undefined)) choice = choiceOf(opening(entries));
+  if (Object.values(choice).every((each) => each === undefined)) {
+    const stop = place.story ? storyOf(entries)[place.story - 1]?.stops[0] : undefined;
+    if (stop) return { ...old, ...EMPTY, choice: choiceOf(stop.entry), position: stop.position, row: stop.row ?? null, card: place.story! - 1 };
+    choice = choiceOf(opening(entries));
+  }
   return {
     entries,
     choice,
@@ -525,6 +576,7 @@ function arrive(old: State, place: Place): State {
     position: place.step ?? 0,
     clock: place.clock ?? 0,
     row: place.row ?? null,
+    card: place.story ? place.story - 1 : null,
   };
 }
 
@@ -588,13 +640,17 @@ function matrixOf(entry: Entry): Matrix {
   return Array.from({ length: rows }, (_, row) => tensor.before.slice(row * cols, (row + 1) * cols).map(decode));
 }
 
-function originOf(entry: Entry) {
+function originOf(entry: Entry, served: boolean) {
   const { environment } = entry.recording;
   if (entry.origin === "computed") {
     return (
       <>
-        <b class="badge">Computed by the page, not recorded.</b> To record the real kernel, run <code>fused-softmax serve</code> and paste
-        the matrix there.
+        <b class="badge">Computed by the page, not recorded.</b>{" "}
+        {served ? (
+          <>To record the real kernel, enter the matrix under “Your numbers”.</>
+        ) : (
+          <>To record the real kernel, run <code>fused-softmax serve</code> and paste the matrix there.</>
+        )}
       </>
     );
   }
@@ -638,13 +694,26 @@ function useTheme(): [Theme, (theme: Theme) => void] {
   });
   useEffect(() => {
     document.documentElement.dataset["theme"] = theme;
+  }, [theme]);
+  useEffect(() => {
+    // A page that has this one in a frame may answer with its own theme, now and whenever it changes.
+    if (parent === window) return;
+    const onMessage = ({ data }: MessageEvent) => {
+      if (data?.theme === "light" || data?.theme === "dark") setTheme(data.theme);
+    };
+    addEventListener("message", onMessage);
+    parent.postMessage({ ask: "theme" }, "*");
+    return () => removeEventListener("message", onMessage);
+  }, []);
+  const keep = (chosen: Theme) => {
+    setTheme(chosen);
     try {
-      localStorage.setItem("fused-softmax-theme", theme);
+      localStorage.setItem("fused-softmax-theme", chosen);
     } catch {
       // A page without storage forgets the theme.
     }
-  }, [theme]);
-  return [theme, setTheme];
+  };
+  return [theme, keep];
 }
 
 /** Whether files are held over the page. Calls back with the dropped files. */

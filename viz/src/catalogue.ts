@@ -57,6 +57,17 @@ export function choose(entries: readonly Entry[], choice: Choice, first?: keyof 
   return entries.reduce<Entry | undefined>((best, each) => (!best || score(each) > score(best) ? each : best), undefined);
 }
 
+/** How the titles of recordings on the worked example begin. */
+export const WORKED = "3 x 8 worked example";
+
+/** The recording that a kernel opens with: on the matrix that is shown, else on the worked example, else its first. */
+export function openingOf(entries: readonly Entry[], kernel: string, shown: Choice): Entry {
+  const own = entries.filter((each) => each.kernel === kernel);
+  const same = own.filter((each) => each.matrix === shown.matrix);
+  if (same.length) return choose(same, shown)!;
+  return own.find((each) => each.recording.title.startsWith(WORKED)) ?? own[0]!;
+}
+
 /** A field's values among the entries that agree with `within`, in the order of the entries. */
 export function valuesOf(entries: readonly Entry[], field: keyof Choice, within: Choice = {}): string[] {
   const fits = entries.filter((entry) =>

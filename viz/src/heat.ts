@@ -20,8 +20,8 @@ export interface HeatOptions {
   role: Tensor["role"];
   /** The values at the two ends of the colour ramp. */
   range: [number, number];
-  /** The text of a written cell whose value is a message's bits. */
-  word?: string;
+  /** The text of a written cell whose value is a message's bits, in so many characters. */
+  word?: (at: number, room: number) => string;
   /** Whether the kernel never computes an element. */
   never?: (at: number) => boolean;
   /** Whether the values were there before the run. */
@@ -121,7 +121,7 @@ export class Heat {
       cell.classList.toggle("odd", written && !Number.isFinite(value) && !hidden);
       cell.classList.toggle("hidden", written && hidden);
       if (fresh || (mark & 8) !== (this.marks[index]! & 8) || !Object.is(value, this.shown[index])) {
-        cell.textContent = !written || room === 0 ? "" : (this.options.word ?? (hidden ? "−∞" : fitted(value, room)));
+        cell.textContent = !written || room === 0 ? "" : (this.options.word?.(at, room) ?? (hidden ? "−∞" : fitted(value, room)));
         cell.dataset["value"] = written ? exact(value) : "";
         const t = !written || Number.isNaN(value) ? 0 : Math.min(1, Math.max(0, (value - low) / (high - low || 1)));
         cell.style.setProperty("--t", t.toFixed(3));

@@ -19,6 +19,12 @@ export interface Place {
   /** A comparison's clock: elements moved. */
   clock?: number;
   row?: number;
+  /** A card of the story, the first is 1. */
+  story?: number;
+  /** 1: without the page's head, for a frame in another page. */
+  bare?: number;
+  /** Play at once, at so many steps a second, unless the reader asks for less motion. */
+  play?: number;
   /** A pasted matrix, which no recording holds. */
   data?: Matrix;
 }
@@ -33,7 +39,7 @@ export function writeHash(place: Place): string {
     const value = place[name];
     if (value !== undefined) fields.set(name, value);
   }
-  for (const name of ["step", "clock", "row"] as const) {
+  for (const name of ["step", "clock", "row", "story", "bare", "play"] as const) {
     const value = place[name];
     if (value !== undefined) fields.set(name, String(value));
   }
@@ -53,7 +59,7 @@ export function readHash(hash: string): Place {
     const value = fields.get(name);
     if (value) place[name] = value;
   }
-  for (const name of ["step", "clock", "row"] as const) {
+  for (const name of ["step", "clock", "row", "story", "bare", "play"] as const) {
     const value = fields.get(name);
     if (value && /^\d{1,9}$/.test(value)) place[name] = Number(value);
   }

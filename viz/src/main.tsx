@@ -4,6 +4,7 @@ import { entryOf, sameChoice, type Entry, type Origin } from "./catalogue";
 import { readEmbedded } from "./recording";
 import { compute } from "./recurrence";
 import "./style.css";
+import type { ServerKernel } from "./views/hooks";
 
 /** The worked example of the project's documents, for a page that holds no recording. */
 const EXAMPLE = [
@@ -30,4 +31,5 @@ const entries = [...own, ...presets];
 if (entries.length === 0) {
   for (const kernel of ["online", "three_pass"] as const) entries.push(entryOf(compute(kernel, EXAMPLE, 4), "computed"));
 }
-render(<App entries={entries} problem={problems.join(" ")} />, document.getElementById("app")!);
+const served = JSON.parse(document.getElementById("server")?.textContent ?? "null") as { kernels: ServerKernel[] } | null;
+render(<App entries={entries} problem={problems.join(" ")} server={served?.kernels ?? null} />, document.getElementById("app")!);

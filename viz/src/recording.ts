@@ -37,6 +37,8 @@ export interface Message {
   row: number;
   from?: number;
   to?: number;
+  /** Whether the part had published nothing, and the program that collects has computed its state itself. */
+  missing?: boolean;
   m?: Cell;
   s?: Cell;
   /** For a gradient: the one sum that its programs exchange. */
@@ -167,6 +169,12 @@ export function messageOf(cell: Cell): { m: number; s: number; tag: number } {
   const [m, tag] = [words.getFloat32(0), words.getUint8(4) >> 7];
   words.setUint8(4, words.getUint8(4) & 0x7f);
   return { m, s: words.getFloat32(4), tag };
+}
+
+/** The bits of a message, from the highest: 32 of m, one of the tag, 31 of s. */
+export function bitsOf(cell: Cell): { m: string; tag: string; s: string } {
+  const bits = BigInt.asUintN(64, BigInt(cell)).toString(2).padStart(64, "0");
+  return { m: bits.slice(0, 32), tag: bits[32]!, s: bits.slice(33) };
 }
 
 /** A number as a recording's cell. */

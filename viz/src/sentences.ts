@@ -172,16 +172,17 @@ function dividedRow(replay: Replay, row: number): number[] | null {
 /** What a message holds, in a few words. */
 export function told(message: Exchange): string {
   if (message.d !== undefined) return `d ${short(decode(message.d), 3)}`;
-  return `m ${short(decode(message.m), 3)}, s ${short(decode(message.s), 3)}`;
+  return `(${short(decode(message.m), 3)}, ${short(decode(message.s), 3)})`;
 }
 
 export function lanesText(replay: Replay, row: number): string {
   const passed = replay.exchanges.filter((each) => each.row === row && each.position <= replay.position);
   const said = passed
     .filter((each) => each.kind === "publish")
-    .map((each) => `program ${replay.programs[each.program]!.label} published ${told(each)}`);
-  const collected = passed.filter((each) => each.kind === "collect").length;
-  return said.length === 0 ? "No message yet." : `${said.join("; ")}. Messages collected: ${collected}.`;
+    .map((each) => `program ${replay.programs[each.program]!.label} published ${each.d === undefined ? "(m, s) = " : ""}${told(each)}`);
+  const [collected, missing] = [false, true].map((each) => passed.filter(({ kind, missing = false }) => kind === "collect" && missing === each).length);
+  const instead = missing ? ` States computed in place of a message: ${missing}.` : "";
+  return said.length === 0 ? "No message yet." : `${said.join("; ")}. Messages collected: ${collected}.${instead}`;
 }
 
 /** Whether the programs' messages are one sum each, d, and not m and s. */
@@ -189,11 +190,11 @@ export function exchangesOneSum(replay: Replay): boolean {
   return replay.exchanges.some((each) => each.d !== undefined);
 }
 
-/** The 64 bits of a message in words: "m 3, s 1.468, tag 1". */
-export function bitsText(replay: Replay, cell: Cell): string {
-  const { m, s, tag } = messageOf(cell);
-  const state = exchangesOneSum(replay) ? `d ${short(m, 4)}` : `m ${short(m, 4)}, s ${short(s, 4)}`;
-  return `${state}, tag ${tag}`;
+/** What the 64 bits of a message say: "(3, 1.468)" of m and s. No program writes 0. */
+export function bitsText(replay: Replay, cell: Cell, digits = 4): string {
+  if (Number(cell) === 0) return "none";
+  const { m, s } = messageOf(cell);
+  return exchangesOneSum(replay) ? `d ${short(m, digits)}` : `(${short(m, digits)}, ${short(s, digits)})`;
 }
 
 /** Whether a local's numbers are messages: integers of more bits than a double has, in a kernel that sends any. */
@@ -204,7 +205,8 @@ export function isMessage(replay: Replay, value: Local): boolean {
 /** A tile of messages, each said once. */
 export function messagesText(replay: Replay, value: Local): string {
   const each = (value as Tile).data.map((cell) => bitsText(replay, cell));
-  return each.every((one) => one === each[0]) ? `${each[0]}${each.length > 1 ? ` (${each.length} times)` : ""}` : each.join("; ");
+  const state = exchangesOneSum(replay) ? "" : "(m, s) = ";
+  return state + (each.every((one) => one === each[0]) ? `${each[0]}${each.length > 1 ? `, ${each.length} times` : ""}` : each.join(", "));
 }
 
 /** What stands in a cell of a tensor, for who points at it. */
@@ -214,7 +216,7 @@ export function cellText(replay: Replay, index: number, at: number): string {
   const name = `${tensor.name}[${Math.floor(at / cols)}, ${at % cols}]`;
   if (replay.present(index, at)) {
     const opaque = isOpaque(replay, index);
-    return `${name} = ${opaque ? bitsText(replay, replay.cell(index, at)) : exact(replay.tensor(index).values[at]!)}`;
+    return `${name} = ${opaque ? `${exchangesOneSum(replay) ? "" : "(m, s) = "}${bitsText(replay, replay.cell(index, at))}, tag ${messageOf(replay.cell(index, at)).tag}` : exact(replay.tensor(index).values[at]!)}`;
   }
   if (replay.never(index, at)) return `${name} is never computed`;
   return `${name} ${tensor.role === "registers" ? "not computed yet" : "not written yet"}`;

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { choose, choiceOf, entryOf, matrixNames, valuesOf, type Entry } from "../src/catalogue";
+import { choose, choiceOf, entryOf, matrixNames, openingOf, valuesOf, type Entry } from "../src/catalogue";
 import { compute } from "../src/recurrence";
 import { tokens } from "../src/python";
 import type { Recording } from "../src/recording";
@@ -30,6 +30,24 @@ describe("a choice among recordings", () => {
   it("offers what there is, once each", () => {
     expect(valuesOf(entries, "kernel")).toEqual(["online", "three_pass"]);
     expect(valuesOf(entries, "block", { kernel: "online" })).toEqual(["2", "4"]);
+  });
+});
+
+describe("a kernel that is chosen", () => {
+  const hidden = entry("three_pass", B, 2, { title: "Tiles of -inf: three_pass" });
+  const worked = entry("three_pass", [[7, 8]], 4, { title: "3 x 8 worked example: three_pass" });
+
+  it("opens its worked example, and not what is like the old one in block", () => {
+    expect(openingOf([entries[0]!, hidden, worked], "three_pass", choiceOf(entries[0]!))).toBe(worked);
+  });
+
+  it("stays on the matrix that is shown, if it has been recorded there", () => {
+    expect(openingOf([entries[3]!, hidden, worked, entries[2]!], "three_pass", choiceOf(entries[0]!))).toBe(entries[2]);
+    expect(openingOf([entry("online", B, 2), worked, hidden], "three_pass", choiceOf(entry("online", B, 4)))).toBe(hidden);
+  });
+
+  it("opens its first recording where it has no worked example", () => {
+    expect(openingOf([entries[0]!, hidden, entries[3]!], "three_pass", { matrix: "none" })).toBe(hidden);
   });
 });
 

@@ -1,5 +1,6 @@
 """Cases: a case is one measured call. Also parses shapes, dtypes and names."""
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ ALIASES = {
 }  # fmt: skip
 LARGEST = 2**62  # elements
 MOST_SIZES = 10_000  # of a range
+MOST_SAID = 22  # names in an error
 DTYPE = "float32"  # of a command that is given none
 SUFFIX = {"": 1, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -118,14 +120,22 @@ def parse_dtype(text: str) -> str:
 def find(what: str, text: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
     """The known name that a text spells, whatever its case, hyphens, underscores, dots and spaces, or by an alias.
 
-    Raises ValueError, with all names, for a text that spells none.
+    Raises ValueError for a text that spells none. It has all names, or if they are many, the nearest.
     """
     names = list(known)
     spelled = {_key(name): name for name in names}
     spelled |= {_key(alias): name for alias, name in (aliases or {}).items() if name in names}
     if (found := spelled.get(_key(text))) is None:
-        raise ValueError(f"unknown {what} {text.strip()!r}; known: {', '.join(names)}")
+        known_names = f"{near(text, names)}; --list names all" if names[MOST_SAID:] else f"; known: {', '.join(names)}"
+        raise ValueError(f"unknown {what} {text.strip()!r}{known_names}")
     return found
+
+
+def near(text: str, names: Iterable[str]) -> str:
+    """The names most like a text, in words, or ""."""
+    spelled = {_key(name): name for name in names}
+    found = [spelled[key] for key in difflib.get_close_matches(_key(text), spelled)]
+    return f"; near it: {', '.join(found)}" if found else ""
 
 
 def _key(text: str) -> str:

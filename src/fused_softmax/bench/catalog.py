@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.filters import FILTERS
+from fused_softmax.bench.entries.segment_kinds import KINDS as SEGMENTS
+from fused_softmax.bench.entries.segment_kinds import TITLES as TITLES_OF_SEGMENTS
 
 OWN, TORCH, COMPILED = "fused_softmax", "torch", "torch.compile"  # which every operation has
 ONE_GPU = "one GPU"  # beside the ranks of a group
@@ -47,6 +49,7 @@ OPERATIONS = {
     "sample_min_p": "sample, min-p 0.05",
     "route": "a router's choice and weights",
     "route_gradient": "a router with both losses, gradient",
+    **TITLES_OF_SEGMENTS,
     "attention": "attention, plain",
     "attention_gradient": "attention, plain, gradient",
     "attention_causal": "attention, causal",
@@ -86,7 +89,7 @@ class Provider:
     makes: what makes its call, for each operation that it has. over_ranks: the same for rows in shards over ranks.
     needs_gpu: it has no CPU path.
     kind: a peer; a kernel that this project grew from; or this package with other options than the default.
-    aliases: its other spellings. heading: of its column in the README's table, if it has one.
+    aliases: its other spellings. heading: what the README's table calls it, if that names it.
     """
 
     name: str
@@ -112,6 +115,11 @@ def _make(function: str, options: Mapping[str, Any], at: Any) -> Any:
 def _attention(maker: Maker, **facts: Any) -> dict[str, Maker]:
     """The maker for every kind of attention of which these facts hold."""
     return {name: maker for name, kind in KINDS.items() if all(getattr(kind, k) == v for k, v in facts.items())}
+
+
+def _segments(maker: Maker, **facts: Any) -> dict[str, Maker]:
+    """The maker for all kinds of segments of which these facts hold."""
+    return {name: maker for name, kind in SEGMENTS.items() if all(getattr(kind, k) == v for k, v in facts.items())}
 
 
 def _over_ranks(maker: Maker) -> dict[str, Maker]:
@@ -202,6 +210,7 @@ PROVIDERS = (
         "cce",
         Look("#6A6A00", "M-.4,-.95L.4,-.95L.95,-.4L.95,.4L.4,.95L-.4,.95L-.95,.4L-.95,-.4Z", (14, 4)),
         {"linear_cross_entropy": by("layers.cut_cross_entropy")},
+        heading="cut-cross-entropy",
     ),
     Provider(
         "trl",
@@ -212,6 +221,7 @@ PROVIDERS = (
             "linear_log_prob": by("layers.trl"),
         },
         needs_gpu=True,
+        heading="TRL",
     ),
     Provider(
         "verl",
@@ -222,6 +232,7 @@ PROVIDERS = (
             "linear_log_prob": by("layers.verl"),
         },
         needs_gpu=True,
+        heading="verl",
     ),
     Provider(
         "transformers",
@@ -234,7 +245,8 @@ PROVIDERS = (
     Provider(
         "vllm",
         Look("#648FFF", "M-.15,1L-.15,.1L-.9,-.6L-.7,-.85L0,-.2L.7,-.85L.9,-.6L.15,.1L.15,1Z", (2, 5)),
-        dict.fromkeys(FILTERS, by("sampling.by_vllm")),
+        {**dict.fromkeys(FILTERS, by("sampling.by_vllm")), "route": by("routing.vllm")},
+        heading="vLLM",
     ),
     Provider(
         "flashinfer",
@@ -242,6 +254,39 @@ PROVIDERS = (
         # It has no sampler that takes the greatest.
         {name: by("sampling.by_flashinfer") for name, filters in FILTERS.items() if filters.temperature},
         heading="FlashInfer",
+    ),
+    Provider(
+        "transformer_engine",
+        Look("#3E6B00", "M-.9,-.9L.9,-.9L.9,-.6L-.6,-.6L-.6,-.15L.5,-.15L.5,.15L-.6,.15L-.6,.9L-.9,.9Z", (10, 2, 2, 4)),
+        {
+            "route": by("routing.transformer_engine"),
+            "route_gradient": by("routing.transformer_engine_gradient"),
+        },
+        needs_gpu=True,
+        heading="Transformer Engine",
+    ),
+    Provider(
+        "pyg",
+        Look("#D81B60", "M-.9,-.2L-.2,-.9L.9,.2L.2,.9Z", (6, 1, 1, 3)),
+        # It has no gradient but autograd's, which needs the forward pass.
+        _segments(by("segments.by_pyg"), gradient=False),
+        heading="PyG",
+    ),
+    Provider(
+        "torch_scatter",
+        Look("#B07AA1", "M-.9,.2L.2,-.9L.9,-.2L-.2,.9Z", (2, 3, 5, 3)),
+        _segments(by("segments.by_torch_scatter"), gradient=False),
+        heading="torch_scatter",
+    ),
+    Provider(
+        "padded",
+        Look("#117A65", "M-1,-.8L1,-.8L1,-.4L-.2,-.4L-.2,.8L-1,.8Z", (4, 6), dark="#45c0a5"),
+        _segments(by("segments.by_padding"), unsorted=False),
+    ),
+    Provider(
+        "padded compiled",
+        Look("#76D7C4", "M-1,.8L1,.8L1,.4L-.2,.4L-.2,-.8L-1,-.8Z", (1, 4)),
+        _segments(by("segments.by_padding_compiled"), unsorted=False),
     ),
     Provider(
         "sdpa cudnn",
@@ -271,6 +316,7 @@ PROVIDERS = (
         Look("#AA4499", "M-.6,-1L.6,-1L.6,-.7L-.3,-.7L-.3,-.1L.4,-.1L.4,.2L-.3,.2L-.3,1L-.6,1Z", (2, 2, 6, 2)),
         _attention(by("attention.by_flex")),
         needs_gpu=True,
+        heading="FlexAttention",
     ),
     Provider(
         "xformers",
@@ -288,6 +334,7 @@ PROVIDERS = (
         ),
         _attention(by("attention.by_flash_attention_3"), bias=False, window=None),
         needs_gpu=True,
+        heading="FlashAttention 3",
     ),
     Provider(
         "cuequivariance",

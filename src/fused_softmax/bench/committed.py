@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.measure import sweeps
 from fused_softmax.bench.results import fingerprint, record
+from fused_softmax.core.described import number_of
 
 GPUS = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}  # after which files are named
 ALONE = "--provider fused_softmax"
@@ -75,6 +76,10 @@ _FILES = {
     "peaks": Row("Widths around each of the planner's thresholds", f"peaks {ALONE}"),
     "sampling": Row("Tokens drawn from logits, by filter", f"sampling --quick {BESIDE_TORCH}"),
     "router": Row("Tokens to experts, and the gradient of their weights and losses", f"router {BESIDE_TORCH}"),
+    "segments": Row(
+        "softmax of segments and its gradient: graphs, texts, hubs",
+        "segments --quick --provider 'fused_softmax,torch,torch.compile,pyg,torch_scatter,padded,padded compiled'",
+    ),
     "attention": Row(
         "Attention and its gradient, also with a bias, softcap or sinks",
         "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
@@ -129,7 +134,7 @@ def state(
         changes.append("its run stopped early")
     there = {(point.case, point.provider) for point in run.points} | {each.name for each in run.first_calls}
     if lacking := len(set(wanted) - there):
-        changes.append(f"lacks {lacking} of its {len(wanted)} points")
+        changes.append(f"lacks {lacking} of its {number_of(len(wanted), 'point')}")
     if changes:
         return State("stale", "; ".join(changes))
     return State("current", "of the kernels of this source", len(record.failures(run)))

@@ -136,7 +136,8 @@ def _update(options: argparse.Namespace) -> list[Path]:
         table = render(run)
     stale = tables.fill(options.page, table, options.place, check=options.check)
     picture = options.results.with_suffix(".png")
-    if f"/{picture.name})" in options.page.read_text() and not (picture.exists() and plot.shows(picture, run)):
+    shown = f"/{picture.name})" in options.page.read_text(encoding="utf-8")
+    if shown and not (picture.exists() and plot.shows(picture, run)):
         stale.append(picture)
         if not options.check:
             plot.plot(run, picture)

@@ -14,6 +14,7 @@ from fused_softmax.bench.measure.timing import ContextLost
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import CannotResume
 from fused_softmax.bench.show.report import duration
+from fused_softmax.core.described import number_of
 
 Say = Callable[[str], object]
 
@@ -79,7 +80,8 @@ def _renewed(renewal: Renewal, progress: Console, say: Say, anew: bool) -> bool:
         say(f"{renewal.name}: failed")
         raise ContextLost(stopped)
     failures = record.failures(measured)
-    count = f"{len(measured.first_calls)} first calls" if measured.first_calls else f"{len(measured.points)} points"
+    calls = measured.first_calls
+    count = number_of(len(calls), "first call") if calls else number_of(len(measured.points), "point")
     words = f"{count} in {duration(time.monotonic() - start)}"
     say(f"{renewal.name}: measured now: {words}" + (f", {len(failures)} failed" if failures else ""))
     for line in record.without_figure(point for point in measured.points if not point.kernel):

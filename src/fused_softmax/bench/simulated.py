@@ -1,6 +1,6 @@
 """What a loss over 4 to 1024 ranks should take, computed from measured times and link speeds.
 
-    python -m fused_softmax.bench.simulated [benchmarks/results/h100_shards_4.json ...] docs/shards.md [--check]
+    python -m fused_softmax.bench.simulated [benchmarks/results/h100_shards_4.json ...] measured/ranks.md [--check]
 
 Rewrites the tables between two markers. Files that `fused-softmax bench shards` wrote add a table of what was measured,
 beside what is computed for as many ranks whose memory is as fast as the best plain kernel there. With --check it writes
@@ -175,7 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, nargs="*", help="files that `fused-softmax bench shards` wrote")
 
     def update(options: argparse.Namespace) -> list[Path]:
-        runs = [record.read(path) for path in options.results]
+        runs = []
+        for path in options.results:
+            with tables.naming(path):
+                runs.append(record.read(path))
+                if "ranks" not in runs[-1].options:
+                    raise ValueError("is not what `fused-softmax bench shards --out` writes")
         return tables.fill(options.page, render(runs), PLACE, check=options.check)
 
     return tables.run(parser, arguments, update)

@@ -35,8 +35,8 @@ def replace(text: str, table: str, place: str = "") -> str:
 def fill(page: Path, table: str, place: str, *, check: bool) -> list[Path]:
     """Puts the table on the page, or with `check` leaves the page as it is. Returns the page if it was stale."""
     record.require_regular(page)
-    old = page.read_text()
     with naming(page):
+        old = page.read_text(encoding="utf-8")
         new = replace(old, table, place)
     if new != old and not check:
         files.write_whole(page, new.encode())
@@ -49,7 +49,9 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{path}: {f'no {error}' if isinstance(error, KeyError) else error}") from error
+        said = f"no {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{path.name} ")
+        said = "it is not text in UTF-8" if isinstance(error, UnicodeError) else said
+        raise ValueError(f"{path}: {said}") from error
 
 
 def command(module: str, description: str) -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """Checks of arguments that operators share: they raise torch's errors and name the argument."""
 
+import os
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def _shape(x: Tensor) -> str:
     return "(nested)" if x.is_nested else str(tuple(x.shape))
 
 
+CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"  # whether calls wait for a device to look at values
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of results
 
 

@@ -1,4 +1,4 @@
-"""How an error names the value of an argument: a tensor by its shape, dtype and device, for its values may be many."""
+"""How messages name what they are of: a tensor by its shape, dtype and device, for its values may be many."""
 
 import reprlib
 from typing import Any
@@ -41,3 +41,21 @@ def typed(value: Any) -> str:
     """
     said, kind = described(value), type(value).__name__
     return said if said.startswith(f"{kind} of shape") else f"{kind} ({said})"
+
+
+def number_of(n: int, one: str, several: str = "") -> str:
+    """A number of things: "1 row", "2 rows".
+
+    >>> number_of(1, "row"), number_of(2, "row"), number_of(0, "is", "are")
+    ('1 row', '2 rows', '0 are')
+    """
+    return f"{n} {one if n == 1 else several or one + 's'}"
+
+
+def shape_of(*sizes: int | str) -> str:
+    """A shape of which some sizes are any.
+
+    >>> shape_of(2, "k"), shape_of("n")
+    ('(2, k)', '(n,)')
+    """
+    return f"({', '.join(map(str, sizes))}{'' if sizes[1:] else ','})"

@@ -74,7 +74,7 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
     if found is not None:
         setattr(launch, "prepare", prepare)  # noqa: B010
     for name, module in list(sys.modules.items()):
-        if name.startswith("fused_softmax."):
+        if name.startswith(__name__.partition(".")[0] + "."):
             for attribute, stand_in in stand_ins.items():
                 if hasattr(module, attribute):
                     setattr(module, attribute, stand_in)

@@ -4,6 +4,9 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
+
+TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # of what others print, whatever the locale
 
 
 def write_whole(path: Path, content: str | bytes, *, force: bool = True) -> None:

@@ -16,17 +16,24 @@ from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache, cached_property, partial
 from operator import itemgetter
-from threading import Lock
+from threading import Lock, Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
+from triton.runtime.cache import triton_key
 
 from fused_softmax.core.native import begin, build
 from fused_softmax.core.progress import compiling
 
+_GPUS = "/dev/nvidiactl", "/dev/kfd"  # of which a driver makes one where a GPU is; to ask a driver would start it
+# Triton names kernels by a hash of its own files too, which takes 0.4 s and is kept: it is made while the rest of this
+# package is imported. The thread imports nothing, so that a process may fork meanwhile.
+_hash = Thread(target=triton_key, daemon=True)
+if not knobs.runtime.interpret and any(map(os.path.exists, _GPUS)):
+    _hash.start()
 _PUBLIC_ONLY = os.environ.get("FUSED_SOFTMAX_PUBLIC_LAUNCH") == "1"
 _TESTED_TRITONS = {"3.6", "3.7", "3.8", "3.9"}
 _KINDS = {"fp32": "f", **dict.fromkeys(("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"), "i")}
@@ -282,6 +289,8 @@ def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded
     elif isinstance(kernel, triton.JITFunction):
         _compilations += 1
         begin()
+        if _hash.is_alive():
+            _hash.join()
         # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
         with _one_at_a_time(kernel.__name__), torch.cuda.device(device):
             compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 import fused_softmax.register.library  # noqa: F401  # for whoever compiles or exports a model
+from fused_softmax.hf.deferred import version_of
+from fused_softmax.hf.needed import need_transformers
 from fused_softmax.ops.attention.attention import attention
 
 NAME = "fused_softmax"
@@ -39,7 +41,7 @@ class _Hidden(NamedTuple):
     padding: Tensor | None
     left: int | None
     right: int | None
-    version: int
+    version: int | None
 
 
 def register() -> None:
@@ -49,7 +51,7 @@ def register() -> None:
 
     Softcaps, sinks and sliding windows are read from the model, and relative position biases keep their gradients.
     The kernels get windows and padding without a mask of all queries and keys, and do not read tiles outside a window.
-    Every later call registers it again.
+    Every later call registers it again. Raises ImportError where transformers is not installed.
 
     A call raises ValueError for dropout in training, for heads of more than 256 dims, and for keys chosen by indices or
     by a paged cache, and for output_attentions, because weights are never in memory. It names the module and what to
@@ -58,13 +60,15 @@ def register() -> None:
     >>> fused_softmax.hf.register()
     >>> AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", attn_implementation="fused_softmax")
     """
+    need_transformers("fused_softmax.hf.register")
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    choose = PreTrainedModel.get_correct_attn_implementation
-    if not hasattr(choose, NAME):
-        PreTrainedModel.get_correct_attn_implementation = _choosing(choose, PreTrainedModel)  # type: ignore[method-assign]
+    chosen = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(chosen, NAME):
+        PreTrainedModel.get_correct_attn_implementation = _choosing(chosen, PreTrainedModel)  # type: ignore[method-assign]
+        PreTrainedModel.__setstate__ = _restoring(PreTrainedModel.__setstate__)  # type: ignore[method-assign]
 
 
 def _choosing(choose: Callable[..., str], base: Any) -> Callable[..., str]:
@@ -79,7 +83,7 @@ def _choosing(choose: Callable[..., str], base: Any) -> Callable[..., str]:
         if chosen != NAME:
             return chosen
         parts = [each for each in model.modules() if isinstance(each, base) and each.config is model.config]
-        attentions = {_attention_of(type(each)) for each in parts}  # type: ignore[arg-type]
+        attentions = {attention_of(type(each)) for each in parts}  # type: ignore[arg-type]
         if "own" in attentions:
             warnings.warn(
                 f'attn_implementation="{NAME}": {type(model).__name__} computes attention by code of its own, without '
@@ -95,8 +99,20 @@ def _choosing(choose: Callable[..., str], base: Any) -> Callable[..., str]:
     return get_correct_attn_implementation
 
 
+def _restoring(plain: Callable[..., None]) -> Callable[..., None]:
+    """The method by which a copy, or what was pickled, gets its state: nobody asks for its implementation again."""
+
+    @wraps(plain)
+    def __setstate__(model: Any, state: Any) -> None:
+        plain(model, state)
+        if model.config._attn_implementation == NAME:
+            choose(model.config, [model])
+
+    return __setstate__
+
+
 @cache
-def _attention_of(model: Any) -> str:
+def attention_of(model: Any) -> str:
     """Whose code computes the attention of a class of models: its "own", or the interface's, and by which masks."""
     try:
         source = inspect.getsource(sys.modules[model.__module__])
@@ -110,6 +126,22 @@ def _attention_of(model: Any) -> str:
     # Code that supports "sdpa" or "flex_attention" adds no mask to scores: theirs are bools, or no tensors at all.
     opaque = model._supports_sdpa or (model._supports_attention_backend and model._supports_flex_attn)
     return "sdpa's masks" if opaque and '_attn_implementation == "sdpa"' not in source else "eager's masks"
+
+
+def has_sinks_of_queries(model: Any) -> bool:
+    """Whether a class of models gives attention sinks of every query, which the kernels do not take."""
+    try:
+        return re.search(r"\bsinks=sinks\b", inspect.getsource(sys.modules[model.__module__])) is not None
+    except (KeyError, OSError, TypeError):
+        return False
+
+
+def choose(config: Any, models: list[Any]) -> None:
+    """Set this attention for the models of a config, which have been asked whether they can have it."""
+    kinds: set[Any] = set(map(type, models))
+    if "eager's masks" in map(attention_of, kinds):
+        _EAGERS_MASKS.add(type(config))
+    config._attn_implementation_internal = NAME
 
 
 def attention_forward(
@@ -149,7 +181,7 @@ def attention_forward(
         )
     hidden = getattr(attention_mask, NAME, None)
     told: dict[str, Any] = {}
-    if hidden is not None and attention_mask is not None and hidden.version == attention_mask._version:
+    if hidden is not None and attention_mask is not None and hidden.version == version_of(attention_mask):
         attention_mask = hidden.padding
         if (hidden.left, hidden.right) != (None, None):
             told = {"window": (hidden.left, hidden.right), "causal_align": "bottom_right"}
@@ -201,7 +233,7 @@ def attention_mask(**given: Any) -> Tensor | None:
         # Nothing is hidden. As None it would be causal in a module that says so, as Phi-4's vision tower does.
         shape = given["batch_size"], 1, given["q_length"], given["kv_length"]
         mask = torch.ones((), dtype=torch.bool, device=given.get("device")).expand(shape)
-        setattr(mask, NAME, _Hidden(None, None, None, mask._version))
+        setattr(mask, NAME, _Hidden(None, None, None, version_of(mask)))
         return mask
     hidden = _hidden(mask, **given)
     if hidden is not None:
@@ -234,11 +266,11 @@ def _hidden(
             return None
         padding = attention_mask[:, None, None, kv_offset:]
     if mask_function is bidirectional_mask_function:
-        return _Hidden(padding, None, None, mask._version)
+        return _Hidden(padding, None, None, version_of(mask))
     # A skip is allowed for plain causality alone, within a window or a chunk, and of these a window is the config's.
     if not allow_is_causal_skip or q_offset + q_length != kv_offset + kv_length:
         return None
     chunked = getattr(config, "attention_chunk_size", None) is not None
     if local_size is not None and (chunked or local_size != getattr(config, "sliding_window", None)):
         return None
-    return _Hidden(padding, None if local_size is None else local_size - 1, 0, mask._version)
+    return _Hidden(padding, None if local_size is None else local_size - 1, 0, version_of(mask))

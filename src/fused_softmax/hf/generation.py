@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_softmax.core.described import described, typed
+from fused_softmax.hf.needed import need_transformers
 from fused_softmax.ops.sampling.one_device import signed
 from fused_softmax.ops.sampling.sample import sample
 
@@ -46,8 +48,9 @@ def sampler(seed: int | Tensor | None = None) -> Callable[..., Any]:
 
     >>> model.generate(**inputs, do_sample=True, top_p=0.9, custom_generate=fused_softmax.hf.sampler(seed=1))
     """
+    need_transformers("fused_softmax.hf.sampler")
     if isinstance(seed, bool) or not (seed is None or isinstance(seed, Integral | Tensor)):
-        raise TypeError(f"sampler: seed must be an int or a Tensor, not {type(seed).__name__} ({seed!r})")
+        raise TypeError(f"sampler: seed must be an int or a Tensor, not {typed(seed)}")
     if isinstance(seed, Integral) and not -(2**63) <= int(seed) < 2**64:
         raise ValueError(f"sampler: seed must fit in 64 bits, got {seed}")
 
@@ -119,7 +122,7 @@ class _Draw:
     def check(self) -> None:
         """Raise ValueError if a row of the last step could not be drawn from. The loop has waited for that step."""
         if self.valid is not None and not self.valid.all():
-            rows = (~self.valid).nonzero().flatten().tolist()
+            rows = described((~self.valid).nonzero().flatten().tolist())  # a few, of many
             raise ValueError(
                 f"sampler: rows {rows} cannot be drawn from at new token {self.n_drawn}: their scores have a NaN, more "
                 "than one inf, or nothing above -inf"

@@ -27,6 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fused_softmax.core.files import TEXT
 from fused_softmax.core.launch import MOST_SPILLED, granted
 from fused_softmax.profile.parse import amd_widths, local_bytes, ptx_widths, usage
 
@@ -167,4 +168,4 @@ class Compiled:
             cubin = Path(folder) / "kernel.cubin"
             cubin.write_bytes(self.kernel.asm["cubin"])
             command = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
-            return subprocess.run([command, *options, cubin], capture_output=True, text=True, check=True).stdout
+            return subprocess.run([command, *options, cubin], capture_output=True, check=True, **TEXT).stdout

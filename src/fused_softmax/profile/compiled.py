@@ -50,7 +50,7 @@ class Listed(Job):
         """The binary, specialised like Triton's JIT does: for aligned pointers, multiples of 16, and ones."""
         names = self.kernel.arg_names
         unspecialised = {param.name for param in self.kernel.params if param.do_not_specialize}
-        signature, constants, divisible = {}, dict(self.constexprs), set()
+        signature, constants, divisible = dict[str, Any](), dict[Any, Any](self.constexprs), set[Any]()
         for name, tensor in zip(names, self.tensors, strict=False):
             if tensor is None:
                 constants[name] = None
@@ -59,18 +59,30 @@ class Listed(Job):
             if tensor.data_ptr() % 16 == 0:
                 divisible.add(name)
         for name, value in zip(names[len(self.tensors) :], self.scalars, strict=False):
-            if value is None or (type(value) is int and value == 1 and name not in unspecialised):
+            fixed = name in unspecialised
+            if isinstance(value, tuple):  # whose elements no parameter fixes
+                signature[name] = tuple(_type_of(each) for each in value)
+                constants |= {(name, i): each for i, each in enumerate(value) if each == 1}
+                divisible |= {(name, i) for i, each in enumerate(value) if each % 16 == 0}
+            elif value is None or _type_of(value, fixed) == "constexpr":
                 constants[name] = value
-            elif isinstance(value, float):
-                signature[name] = "fp32"
             else:
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % 16 == 0 and name not in unspecialised:
+                signature[name] = _type_of(value, fixed)
+                if isinstance(value, int) and value % 16 == 0 and not fixed:
                     divisible.add(name)
         return compile_for(
-            self.kernel, signature=signature, constexprs=constants, target=target, divisible_by_16=sorted(divisible),
+            self.kernel, signature=signature, constexprs=constants, target=target, divisible_by_16=divisible,
             **self.options,
         )  # fmt: skip
+
+
+def _type_of(value: int | float, fixed: bool = False) -> str:
+    """As Triton types a number; "constexpr" of what it compiles in. fixed: nothing of it is compiled in."""
+    if isinstance(value, float):
+        return "fp32"
+    if value == 1 and not fixed:
+        return "constexpr"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def listed(case: Case, device: Device) -> list[Listed]:

@@ -18,7 +18,8 @@ from rich.table import Table
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.results.record import one_line
-from fused_softmax.bench.show.report import say
+from fused_softmax.bench.show.report import say, show
+from fused_softmax.core.files import TEXT
 from fused_softmax.core.plan import Device
 from fused_softmax.profile import command, parse, table
 from fused_softmax.profile.parse import Kernel
@@ -42,7 +43,7 @@ def by_counters(case: Case, provider: str, program: str | None) -> tuple[list[Ke
         log = Path(folder) / "ncu.csv"
         target = command.target(sys.executable, arguments(case), provider)
         done = _run(command.ncu(program, str(log), target))
-        text = log.read_text(errors="replace") if log.exists() else ""
+        text = log.read_text(**TEXT) if log.exists() else ""
     if isinstance(done, str):
         return [], done
     try:
@@ -63,7 +64,7 @@ def by_proton(case: Case, provider: str) -> dict[str, tuple[float, float]]:
         if isinstance(done, str) or done.returncode or not path.exists():
             return {}
         try:
-            found = parse.proton(path.read_text(), SCOPE)
+            found = parse.proton(path.read_text(encoding="utf-8"), SCOPE)
         except (ValueError, TypeError, AttributeError):
             return {}
     return {kernel: (us / count, count / PROTON_CALLS) for kernel, (us, count) in found.items()}
@@ -109,10 +110,11 @@ def profile(case: Case, provider: str, device: Device, *, gpu: bool) -> table.Pr
 
 
 def print_table(
-    case: Case, profiles: Sequence[table.Profile], floor_bytes: int, device: Device, console: Console
+    case: Case, profiles: Sequence[table.Profile], floor_bytes: int, device: Device, console: Console, *, gpu: bool
 ) -> None:
     """Print a row for each fact and a column for each provider, why counters are missing, and what to look at."""
-    say(console, f"{case} on {device.name}; no call can move less than {table.size(floor_bytes)}")
+    where = f"on {device.name}" if gpu else f"compiled for the built-in {device.name}, as there is no GPU"
+    say(console, f"{case} {where}; no call can move less than {table.size(floor_bytes)}")
     lines = table.rows(profiles, floor_bytes, device)
     if lines:
         grid = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
@@ -120,7 +122,7 @@ def print_table(
             grid.add_column(head, overflow="fold")
         for name, cells in lines:
             grid.add_row(name, *cells)
-        console.print(grid)
+        show(console, grid)
     for each in profiles:
         if each.why:
             say(console, f"{each.provider}: no counters: {each.why}")
@@ -136,7 +138,7 @@ def _run(arguments: Sequence[str], given: str = "") -> subprocess.CompletedProce
     environment = {name: value for name, value in os.environ.items() if name not in INTERPRETERS}
     environment["PYTHONPATH"] = paths
     try:
-        return subprocess.run(arguments, env=environment, input=given, capture_output=True, text=True, timeout=SECONDS)
+        return subprocess.run(arguments, env=environment, input=given, capture_output=True, timeout=SECONDS, **TEXT)
     except subprocess.TimeoutExpired:
         return f"{Path(arguments[0]).name} took longer than {SECONDS} s"
     except OSError as error:

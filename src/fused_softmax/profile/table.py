@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fused_softmax.core.described import number_of
 from fused_softmax.core.plan import Device
 from fused_softmax.profile.command import STALLS
 from fused_softmax.profile.parse import Kernel
 
 MAX_WARPS, MAX_PROGRAMS = 64, 32  # of a multiprocessor, on compute capability 8.0, 9.0 and 10.0
+COUNTS = ("threads", "programs", "bytes")  # units that lose their s after a 1
 RESERVED_SHARED = 1024  # bytes that the system takes from every program, from 8.0 on
 
 
@@ -115,14 +117,17 @@ def advice(profile: Profile, floor_bytes: int, device: Device | None) -> str:
         return f"at {kernel.dram_percent:.0f} % of the memory's peak: only fewer bytes would be faster"
     narrow = _narrowest(kernel)
     if narrow is not None and narrow < 8:
-        return f"accesses of {narrow:g} bytes a thread, where 16 are possible: look at alignment and masks"
+        return f"accesses of {unit(narrow, 'bytes')} a thread, where 16 are possible: look at alignment and masks"
     if device and kernel.grid is not None and kernel.grid < device.sm_count:
-        return f"{kernel.grid} programs leave {device.sm_count - kernel.grid} multiprocessors idle: split the rows"
+        programs = number_of(kernel.grid, "program leaves", "programs leave")
+        return f"{programs} {number_of(device.sm_count - kernel.grid, 'multiprocessor')} idle: split the rows"
     if by_counters:
         name = kernel.stalls[0][0]
         return f"{name}: {STALLS[name]}"
     if kernel.occupancy_limit is not None and kernel.occupancy_limit < 25:
-        return f"{kernel.limited_by} let {kernel.occupancy_limit:.0f} % of the warps reside: few bytes are in flight"
+        limit = kernel.limited_by or "the GPU's resources"
+        let = "lets" if limit == "shared memory" else "let"
+        return f"{limit} {let} {kernel.occupancy_limit:.0f} % of the warps reside: few bytes are in flight"
     return "nothing in the binary stands out: no spill, wide accesses, room for enough warps"
 
 
@@ -155,7 +160,7 @@ def unit(value: float | None, name: str) -> str:
     if value is None:
         return ""
     text = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    return f"{text} {name}".rstrip()
+    return f"{text} {name.removesuffix('s') if value == 1 and name in COUNTS else name}".rstrip()
 
 
 def facts(profiles: Sequence[Profile], floor_bytes: int, device: Device | None) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from fused_softmax.core.launched import Launched
 from fused_softmax.core.route import runs_here
 from fused_softmax.core.runner import has_ptx, prepare
 from fused_softmax.ranks.groups import Shards
-from fused_softmax.ranks.kernels import _peer_gather
 from fused_softmax.ranks.launches import allocator
 from fused_softmax.ranks.peers import Peers, choose
 
@@ -52,6 +51,8 @@ def _gathered(peers: Peers, name: str, message: Tensor, shards: Shards) -> Tenso
 
 def _prepare(words: Tensor, message: Tensor, asked: tuple, peers: Peers, group: Any) -> Launched:
     """call(peers, group, words) -> those of all ranks [ranks, n]"""
+    from fused_softmax.ranks.kernels import _peer_gather
+
     device, n, empty = words.get_device(), len(words), allocator(words.device)
     programs, slots_per_program = -(-n // _LANES), peers.ranks * _LANES
     spec = Spec(

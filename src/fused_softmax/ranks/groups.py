@@ -9,7 +9,6 @@ before it, elsewhere by the header of each message.
 """
 
 import ctypes
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_softmax.core.checks import CHECK
 from fused_softmax.core.described import described, typed
 from fused_softmax.ranks.peers import UNEVEN, choose
 
-CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 Transport = Literal["peer", "collective"]
 TRANSPORTS = get_args(Transport)
 WITHOUT_PEERS: set[str] = set()  # functions whose ranks exchange by the backend alone; their rooms add their names
@@ -155,9 +154,11 @@ def check_group(name: str, over: Over) -> None:
     if group is None or not dist.is_available() or not dist.is_initialized():
         check_over(name, over)
     if group is None:
-        raise ValueError(f"{name}: n_classes, shard_sizes and transport are of shards, which need group=")
+        others = zip(("n_classes", "shard_sizes", "transport"), over[1:], strict=True)
+        given = [argument for argument, value in others if value is not None] or ["input_sharded"]
+        raise ValueError(f"{name}: {' and '.join(given)} {'need' if given[1:] else 'needs'} group, got group=None")
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(f"{name}: group= needs torch.distributed.init_process_group() before the call")
+        raise RuntimeError(f"{name}: group needs torch.distributed.init_process_group() before the call")
     if not isinstance(group, dist.ProcessGroup):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"{name}: this rank is not in the group")
@@ -172,7 +173,7 @@ def check_over(name: str, over: Over, *tensors: Any) -> None:
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(f"{name}: transport must be None or one of {TRANSPORTS}, got {described(transport)}")
     if transport == "peer" and name in WITHOUT_PEERS:
-        raise ValueError(f"{name}: transport='peer' is not for this function; leave it out, or give 'collective'")
+        raise ValueError(f"{name}: transport='peer' is not for this function; leave it out or give 'collective'")
     if n_classes is not None and (not isinstance(n_classes, int) or isinstance(n_classes, bool)):
         raise TypeError(f"{name}: n_classes must be an int, not {typed(n_classes)}")
     if n_classes is not None and n_classes < 1:
@@ -181,7 +182,7 @@ def check_over(name: str, over: Over, *tensors: Any) -> None:
         odd = next((each for each in sizes if type(each) is not int), None) if isinstance(sizes, tuple) else sizes
         if odd is not None:
             got = type(odd).__name__ if odd is sizes else f"a {type(odd).__name__} among them"
-            raise TypeError(f"{name}: shard_sizes must be a sequence of ints, one of each rank, got {got}")
+            raise TypeError(f"{name}: shard_sizes must be a sequence of ints, one for each rank, got {got}")
     if any(hasattr(type(each), "to_local") for each in tensors):
         raise TypeError(f"{name}: group= takes this rank's columns as a plain tensor, got a DTensor, which has a mesh")
 
@@ -192,9 +193,11 @@ def sizes_of(name: str, over: Over, columns: int) -> tuple[int, ...]:
     ranks, rank = group.size(), group.rank()
     sizes = (columns,) * ranks if given is None else given
     if len(sizes) != ranks or min(sizes) < 0:
-        raise ValueError(f"{name}: shard_sizes must be the columns of each of {ranks} ranks, got {list(sizes)}")
+        raise ValueError(f"{name}: shard_sizes must have {ranks} sizes, one for each rank, got {described(sizes)}")
     if sizes[rank] != columns:
-        raise ValueError(f"{name}: shard_sizes={list(sizes)} gives rank {rank} {sizes[rank]} columns, it has {columns}")
+        raise ValueError(
+            f"{name}: shard_sizes={described(sizes)} gives rank {rank} {sizes[rank]} columns, but it has {columns}"
+        )
     if n_classes is not None and sum(sizes) < n_classes:
         hint = "" if given is not None else f". {UNEVEN}"
         raise ValueError(f"{name}: the shards hold {sizes} columns, together fewer than n_classes={n_classes}{hint}")

@@ -31,6 +31,7 @@ from fused_softmax.ops.losses.cross_entropy import prepare_plain
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_as_aten
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax.scores import PLAIN, PLAIN_IN_ANY_BATCH, Scores
+from fused_softmax.register import pyg as of_pyg
 
 _DEVICES = [name for name, there in (("CUDA", torch.backends.cuda.is_built()), ("CPU", INTERPRET)) if there]
 # Where a thread waits that is within no call of anybody's: by module and function.
@@ -41,17 +42,21 @@ _no_torch_functions = torch._C.DisableTorchFunction
 _lock = threading.Lock()
 _depth = 0  # how many enable() have had no disable() yet
 _asked: list[bool] = []  # of each of them, whether with attention
+_asked_of_pyg: list[bool] = []  # and whether with PyG's softmax
 _library: torch.library.Library | None = None  # its registrations live as long as it does
 _of_attention: torch.library.Library | None = None
 listener: Callable[..., Any] | None = None  # hears of calls that are not kept: listener(name, kernel, args, kwargs)
 
 
-def enable(*, attention: bool = False) -> None:
+def enable(*, attention: bool = False, pyg: bool = False) -> None:
     """Run torch's softmax, log_softmax, logsumexp and cross_entropy on these kernels, from now on, in all threads.
 
     attention: also scaled_dot_product_attention, in 16 bits. The kernels take a call if they were measured to be faster
         (a float mask with its gradient, on GPUs of compute capability 9.0), or if torch would compose it of other
         operations, with all scores in memory. Other calls, and those with dropout, stay torch's.
+    pyg: also torch_geometric.utils.softmax, by segment_softmax, in every module that has bound the name, such as those
+        of GATConv and TransformerConv. Calls that a compiler traces stay PyG's. Raises ImportError without
+        torch_geometric.
 
     Results, gradients and errors are torch's, except that a target that is not a class makes the loss NaN on a GPU.
     Calls nest: each needs a `disable()` of its own. Make the first one before other threads call these functions.
@@ -61,12 +66,17 @@ def enable(*, attention: bool = False) -> None:
     """
     global _depth, _library, _of_attention
     with _lock:
+        if pyg:
+            of_pyg.check_there()
+            if not any(_asked_of_pyg):
+                of_pyg.replace()
         if _library is None:
             _library = _register()
         if attention and _of_attention is None:
             _of_attention = _register_attention()
         _depth += 1
         _asked.append(attention)
+        _asked_of_pyg.append(pyg)
 
 
 def disable() -> None:
@@ -87,6 +97,8 @@ def disable() -> None:
             raise RuntimeError("fused_softmax.disable() without an enable() before it")
         _depth -= 1
         _asked.pop()
+        if _asked_of_pyg.pop() and not any(_asked_of_pyg):
+            of_pyg.restore()
         if not any(_asked) and (_depth == 0 or _of_attention is not None) and _alone():
             _of_attention = None
             if _depth == 0:
@@ -94,13 +106,13 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled(*, attention: bool = False) -> Iterator[None]:
+def enabled(*, attention: bool = False, pyg: bool = False) -> Iterator[None]:
     """`enable()` for the length of a with block, in all threads.
 
     >>> with enabled():
     ...     model(tokens)
     """
-    enable(attention=attention)
+    enable(attention=attention, pyg=pyg)
     try:
         yield
     finally:

@@ -29,6 +29,9 @@ from fused_softmax.ops.routing.route import route
 from fused_softmax.ops.sampling import operators as sampling_rules
 from fused_softmax.ops.sampling import reference as reference_sampling
 from fused_softmax.ops.sampling.sample import sample
+from fused_softmax.ops.segments import operators as segment_rules
+from fused_softmax.ops.segments import reference as reference_segments
+from fused_softmax.ops.segments import segments
 from fused_softmax.ops.softmax import gradients as softmax_gradients
 from fused_softmax.ops.softmax import logsumexp as lse_ops
 from fused_softmax.ops.softmax import operators as softmax_rules
@@ -249,12 +252,65 @@ OPERATORS = (
         public=route,
         reference=routing_reference.route,
         bench=("route", "route_gradient"),
+        recordings=("route",),
     ),
     Operator(
         name="route_backward",
         schema=routing_rules.BACKWARD,
         run=routing_rules.route_backward,
         fake=routing_rules.fake_route_backward,
+    ),
+    Operator(
+        **segment_rules.rules_of("segment_softmax"),
+        public=segments.segment_softmax,
+        reference=reference_segments.segment_softmax,
+        bench=(
+            "segment_softmax_arxiv",
+            "segment_softmax_arxiv_gradient",
+            "segment_softmax_products",
+            "segment_softmax_products_gradient",
+            "segment_softmax_reddit",
+            "segment_softmax_reddit_gradient",
+            "segment_softmax_texts",
+            "segment_softmax_texts_gradient",
+            "segment_softmax_short",
+            "segment_softmax_short_gradient",
+            "segment_softmax_hub",
+            "segment_softmax_hub_gradient",
+            "segment_softmax_one",
+            "segment_softmax_one_gradient",
+            "segment_softmax_unsorted",
+            "segment_softmax_unsorted_gradient",
+        ),
+        recordings=("segments",),
+    ),
+    Operator(
+        **segment_rules.rules_of("segment_log_softmax"),
+        public=segments.segment_log_softmax,
+        reference=reference_segments.segment_log_softmax,
+    ),
+    Operator(
+        **segment_rules.rules_of("segment_logsumexp"),
+        public=segments.segment_logsumexp,
+        reference=reference_segments.segment_logsumexp,
+    ),
+    Operator(
+        name="segment_softmax_backward",
+        schema=segment_rules.BACKWARD,
+        run=partial(segment_rules.backward, "segment_softmax"),
+        fake=segment_rules.fake_backward,
+    ),
+    Operator(
+        name="segment_log_softmax_backward",
+        schema=segment_rules.BACKWARD,
+        run=partial(segment_rules.backward, "segment_log_softmax"),
+        fake=segment_rules.fake_backward,
+    ),
+    Operator(
+        name="segment_logsumexp_backward",
+        schema=segment_rules.LSE_BACKWARD,
+        run=segment_rules.lse_backward,
+        fake=segment_rules.fake_lse_backward,
     ),
     Operator(
         name="attention",

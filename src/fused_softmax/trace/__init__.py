@@ -134,7 +134,7 @@ def show(kernel: str | dict[str, Any], matrix: Any = None, *, height: int = 900,
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a recording."""
-    return json.loads(Path(__file__).with_name("schema.json").read_text())
+    return json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
 
 
 @cache

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fused_softmax.core.described import described, number_of
 from fused_softmax.trace.entries.kernel import DTYPES, kernels
 from fused_softmax.trace.recorder.encode import dtype_name
 
@@ -42,7 +43,7 @@ def asked(kernel: Any, matrix: Any, block: Any = None, dtype: Any = None) -> Ask
     x = to_matrix(matrix, dtype)
     name = dtype_name(x.dtype)
     if name not in entry.dtypes:
-        raise ValueError(f"{kernel} takes {', '.join(entry.dtypes)}, not {name}")
+        raise ValueError(f"{kernel} takes {', '.join(entry.dtypes)}, not {name}: give one of these as dtype")
     if entry.check is not None:
         entry.check(x)
     if block is None:
@@ -57,16 +58,17 @@ def to_matrix(matrix: Any, dtype: Any = None) -> Tensor:
     wanted = None if dtype is None else _dtype(dtype)
     if hasattr(matrix, "__array__") and not isinstance(matrix, Tensor):
         _check_shape(tuple(getattr(matrix, "shape", ())))
+        array = np.array(matrix)
         try:
-            matrix = torch.as_tensor(np.array(matrix))
-        except TypeError as error:
-            raise ValueError(f"matrix does not hold numbers: {error}") from None
+            matrix = torch.as_tensor(array)
+        except TypeError:
+            raise ValueError(f"matrix must hold numbers, got an array of {array.dtype.name}") from None
     if isinstance(matrix, Tensor):
         x = matrix.detach().cpu()
         own = x.dtype if x.dtype in _DTYPES.values() else torch.float32
         _check_shape(tuple(x.shape))
         if x.dtype.is_complex:
-            raise ValueError(f"matrix holds {x.dtype}, not real numbers")
+            raise ValueError(f"matrix must hold real numbers, got {x.dtype}")
         return _fit(x.double(), wanted or own).clone(memory_format=torch.contiguous_format)
     rows = _rows(matrix)
     return _fit(torch.tensor(rows, dtype=torch.float64), wanted or torch.float32)
@@ -81,7 +83,8 @@ def _rows(matrix: Any) -> list[list[float]]:
     n_cols = len(matrix[0]) if matrix else 0
     for at, row in enumerate(matrix):
         if len(row) != n_cols:
-            raise ValueError(f"all rows must have the same length: row 0 has {n_cols} columns, row {at} has {len(row)}")
+            first = number_of(n_cols, "column")
+            raise ValueError(f"all rows must have the same length: row 0 has {first}, row {at} has {len(row)}")
     _check_shape((len(matrix), n_cols))
     return [[_number(value, at, col) for col, value in enumerate(row)] for at, row in enumerate(matrix)]
 
@@ -130,10 +133,10 @@ def _dtype(dtype: Any) -> torch.dtype:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message: short, and on one line."""
+    """A value for a message: short, on one line, and of a tensor no numbers."""
     if isinstance(value, int) and abs(value) > 10**30:
         return "a huge integer"
-    text = repr(value)
+    text = " ".join(described(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
+from fused_softmax.core.described import number_of
 from fused_softmax.trace import run
 from fused_softmax.trace.recorder.hooks import interpreting
 from fused_softmax.trace.recorder.memory import MOST_ELEMENTS, RecordingError
@@ -36,7 +37,7 @@ class Launches:
             kernel = unwrapped(self._kernel)
             names = kernel.arg_names
             if len(args) > len(names):
-                raise TypeError(f"{kernel.__name__} takes {len(names)} arguments, got {len(args)}")
+                raise TypeError(f"{kernel.__name__} takes {number_of(len(names), 'argument')}, got {len(args)}")
             given = dict(zip(names, args, strict=False))
             if twice := given.keys() & constants.keys():
                 raise TypeError(f"{kernel.__name__} got {sorted(twice)[0]} twice")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 
 from fused_softmax.trace import printed
 
@@ -20,19 +21,30 @@ def read_matrix(path: str) -> Any:
     ValueError if there is no matrix, OSError if reading fails.
     """
     if path.endswith(".npy"):
-        try:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{Path(path).name} is not an array of numbers: {error}") from None
+        return _array(Path(path))
     if path == "-" and sys.stdin is None:
         raise ValueError("standard input is closed")
     with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
         data = file.read(MOST_BYTES + 1)
     name = "standard input" if path == "-" else Path(path).name
     if len(data) > MOST_BYTES:
-        raise ValueError(f"{name} is larger than {MOST_BYTES} bytes")
+        raise ValueError(f"{name} has more than {MOST_BYTES} bytes: a matrix as text is smaller")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{name} is not text") from None
+        raise ValueError(f"{name} is neither text in UTF-8 nor a .npy file") from None
     return printed.rows_of(text, name)
+
+
+def _array(path: Path) -> np.ndarray:
+    """The array of a .npy file. What NumPy says of other files, such as to load them as pickles, is for programmers."""
+    with path.open("rb") as file:
+        if file.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:
+            raise ValueError(f"{path.name} is not a .npy file as numpy.save writes it")
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as error:
+        what = "holds Python objects, not numbers" if "Python objects" in str(error) else "is cut short or damaged"
+        raise ValueError(f"{path.name} {what}") from error

@@ -13,15 +13,22 @@ BUILT = Path(__file__).with_name("page.html")
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
-def embed(recordings: Sequence[dict[str, Any]], presets: Sequence[dict[str, Any]] = (), page: str | None = None) -> str:
+def embed(
+    recordings: Sequence[dict[str, Any]],
+    presets: Sequence[dict[str, Any]] = (),
+    page: str | None = None,
+    server: dict[str, Any] | None = None,
+) -> str:
     """The page with these recordings, in order, and with its presets.
 
     page: by default the built page. It must contain `<script id="recordings" type="application/json">` and the same
-        element for presets, once each. Their contents are replaced, by null if there is nothing to hold. Presets are
-        packed, into a tenth.
+        element for presets and server, once each. Their contents are replaced, by null if there is nothing to hold.
+        Presets are packed, into a tenth.
+    server: what the server of the page records (`serve.known`). Without it the page is one of a disk, and asks nobody.
     """
-    page = BUILT.read_text() if page is None else page
-    return _fill(_fill(page, "presets", pack(presets) if presets else None), "recordings", list(recordings) or None)
+    page = BUILT.read_text(encoding="utf-8") if page is None else page
+    page = _fill(page, "presets", pack(presets) if presets else None)
+    return _fill(_fill(page, "recordings", list(recordings) or None), "server", server)
 
 
 def pack(recordings: Sequence[dict[str, Any]]) -> str:

@@ -67,12 +67,26 @@ TOKENS: Rows = (
     (1.0, 1.0, -1.0, 1.0, 2.0, -1.0, 2.0, 0.0, 1.0, 3.0, 2.0, 1.0),
     (0.0, 1.0, 1.0, 0.0, 0.0, 2.0, -1.0, -1.0, 2.0, 0.0, 5.0, 1.0),
 )
+# A row that is cut into 3, 1, 0, 2, 9 and 17 numbers, for tiles of 8 and blocks of 16. Of the last, the second block
+# has the maximum.
+CUT: Rows = (
+    (
+        2.0, -1.0, 1.0, 5.0, 0.5, 1.5, 0.0, 1.0, -2.0, 3.0, 0.5, -1.0, 2.5, 1.0, -0.5, 1.0, 2.0, 0.0, -1.5, 3.0, 0.5,
+        -2.0, 1.0, 4.0, -1.0, 2.5, 0.0, 1.5, -0.5, 2.0, -3.0, 1.0,
+    ),
+)  # fmt: skip
+LATE, LATE_TITLE = frozenset({1}), "A part that comes late: split"  # its program starts when the other has ended
+LATE_SUMMARY = (
+    "One part of the row comes late: its program starts when the other has ended, as on a chip that has no room for "
+    "it. The other looks for its message in vain, reads that part itself and its own again, and writes its results. "
+    "The late one then writes its own."
+)
 RISING: Rows = ((0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),)
 
 
 def example_of(kernel: str) -> Rows:
     """What a kernel is recorded on if nothing else is given."""
-    return TOKENS if kernels()[kernel].operation == "attention" else EXAMPLE
+    return {"attention": TOKENS, "segments": CUT}.get(kernel, EXAMPLE)
 
 
 def asked_for() -> list[tuple[str, Rows, int, str, str]]:
@@ -90,20 +104,26 @@ def asked_for() -> list[tuple[str, Rows, int, str, str]]:
         ("hybrid-tiled", DEMONSTRATION, 2, "float32", "2 x 8, blocks of 2: hybrid-tiled"),
         ("draw", LOGITS, 4, "float32", "Three groups of columns, one token: draw"),
         ("online", HIDDEN, 2, "float32", "Tiles of -inf: online"),
+        ("split", EXAMPLE[:1], 4, "float32", LATE_TITLE),
         ("split", HIDDEN[:1], 2, "float32", "A part of -inf: split"),
         ("online", EMPTY, 2, "float32", "A row of only -inf, and a row with a NaN: online"),
         ("online", PEAKED, 4, "float32", "Peaked logits: online"),
         ("naive", PEAKED, 4, "bfloat16", "Peaked logits in bfloat16, rounded five times: naive"),
         ("hybrid-tiled", PEAKED, 4, "bfloat16", "Peaked logits in bfloat16, rounded once: hybrid-tiled"),
+        ("segments", CUT, 4, "float32", "32 numbers in six segments: segments"),
         ("attention", TOKENS, 4, "float32", "12 tokens, causal: attention"),
     ]
 
 
 def presets() -> list[dict[str, Any]]:
     """The recordings, made anew. This process must interpret."""
-    recordings = [run.kernel(asked.asked(*call), title) for *call, title in asked_for()]
+    recordings = [
+        run.kernel(asked.asked(*call), title, LATE if title == LATE_TITLE else frozenset())
+        for *call, title in asked_for()
+    ]
     posted = next(each for each in recordings if each["kernel"] == "hybrid-tiled")
     posted["summary"] += ERRATUM
+    next(each for each in recordings if each["title"] == LATE_TITLE)["summary"] = LATE_SUMMARY
     return recordings
 
 
@@ -115,7 +135,7 @@ def text(recordings: list[dict[str, Any]]) -> str:
 
 def load() -> list[dict[str, Any]]:
     """The recordings of presets.json."""
-    return json.loads(FILE.read_text())
+    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,27 @@ import math
 import re
 from typing import Any
 
+from fused_softmax.core.described import number_of
+
 _PRINTED = re.compile(r"(?:[\w.]+\()?\s*(\[.*\])(?:,\s*\w+=.*)?\)?", re.DOTALL)
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?")
 _WORDS = {"inf": math.inf, "infinity": math.inf, "∞": math.inf, "nan": math.nan}
 
 
 def rows_of(text: str, name: str) -> list[list[float]]:
-    """The rows of numbers in a text. What follows a # on a line does not count. name: of the text, for errors."""
+    """The rows of numbers in a text, all of one length. What follows a # on a line does not count. name: for errors."""
+    rows = _rows_of(text, name)
+    if not any(rows):
+        raise ValueError(f"{name} has no numbers")
+    for at, row in enumerate(rows, 1):
+        if len(row) != len(rows[0]):
+            raise ValueError(
+                f"{name}: row {at} has {number_of(len(row), 'number')}, but the first row has {len(rows[0])}"
+            )
+    return rows
+
+
+def _rows_of(text: str, name: str) -> list[list[float]]:
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     whole = "\n".join(lines).strip()
     printed = _PRINTED.fullmatch(whole)

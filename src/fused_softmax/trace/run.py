@@ -17,17 +17,23 @@ from fused_softmax.trace.recorder.recorder import Recorder
 SCHEMA = 1
 
 
-def kernel(asked: Asked, title: str | None = None) -> dict[str, Any]:
-    """The recording of a kernel of the registry."""
+def kernel(asked: Asked, title: str | None = None, late: frozenset[int] = frozenset()) -> dict[str, Any]:
+    """The recording of a kernel of the registry. late: programs that start when all others have ended."""
     entry = kernels()[asked.kernel]
-    recorder: Any = Passes(entry.story, entry.watch) if entry.watch else Recorder(entry.story)
+    recorder: Any = Passes(entry.story, entry.watch) if entry.watch else Recorder(entry.story, late)
     facts = entry.run(recorder, asked.x.clone(), asked.block)
     n_rows, n_cols = asked.x.shape
-    options = {"dtype": dtype_name(asked.x.dtype)} | ({"block": asked.block} if entry.block else {}) | facts
+    options: dict[str, Any] = (
+        {"dtype": dtype_name(asked.x.dtype)} | ({"block": asked.block} if entry.block else {}) | facts
+    )
+    options |= {"late": [*late]} if late else {}
     where = f"{n_rows} x {n_cols}" + (f", blocks of {asked.block}" if entry.block else "")
     title = title or f"{entry.name}: {entry.title}, {where}"
-    made = recording(recorder, title, entry.name, entry.operation, entry.summary, options, asked.x)
-    made["traffic"]["formula"] = str(entry.formula)
+    made = recording(
+        recorder, title, entry.name, entry.operation, entry.summary, options, asked.x if entry.of_rows else None
+    )
+    if not late:  # what others do in its place is no part of a kernel's formula
+        made["traffic"]["formula"] = str(entry.formula)
     return made
 
 

@@ -1,7 +1,8 @@
 """The process in which `warmup` plans its calls and compiles their kernels: `python -m fused_softmax.warm.work`.
 
 It reads a pickle of (calls, each a pickle, device, processes, sys.path), and prints a line of JSON for each kernel: its
-name, the seconds that it took, and whether Triton's cache had it. It changes its own modules, and ends.
+name, the seconds that it took, and whether Triton's cache had it; or for what went wrong. It changes its own modules,
+and ends.
 """
 
 import contextlib
@@ -44,11 +45,15 @@ def main() -> int:
             return 1
     setattr(launch, "prepare", prepare)  # noqa: B010
     _jobs.extend({key_of(each): each for each in found}.values())
-    _share(device)
-    with multiprocessing.get_context("fork").Pool(min(processes, max(len(_jobs), 1)), _begin, (device,)) as pool:
-        for done in pool.imap_unordered(_compile, range(len(_jobs))):
-            for each in done:
-                print(json.dumps(each), flush=True)
+    try:
+        _share(device)
+        with multiprocessing.get_context("fork").Pool(min(processes, max(len(_jobs), 1)), _begin, (device,)) as pool:
+            for done in pool.imap_unordered(_compile, range(len(_jobs))):
+                for each in done:
+                    print(json.dumps(each), flush=True)
+    except Exception as error:  # of a kernel, or of the cache's folder
+        print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), flush=True)
+        return 1
     return 0
 
 
@@ -120,7 +125,7 @@ def _build_tritons() -> None:
             driver.libcuda_dirs()
         except (AssertionError, OSError):
             source = Path(folder, "empty.c")
-            source.write_text("")
+            source.touch()
             Path(_build("empty", str(source), folder, [], [], [], [])).rename(Path(folder, "libcuda.so.1"))
             knobs.nvidia.libcuda_path = folder
             driver.libcuda_dirs.cache_clear()

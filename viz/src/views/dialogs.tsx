@@ -45,6 +45,8 @@ export const SHORTCUTS: readonly [string, string][] = [
   ["Home  End", "the start, the end"],
   ["+  −", "faster, slower"],
   ["j  k", "follow the row below, above"],
+  ["s", "the story: open or close it"],
+  ["n  b", "the story's next card, the one before"],
   ["1  2  3", "replay, compare, numerics"],
   ["v", "in wide matrices: the values, or the whole width"],
   ["p  o", "paste a matrix, open a recording"],
@@ -186,7 +188,7 @@ export function Paste({ open, onClose, server, onSubmit }: PasteProps) {
           <p class="quiet">The server runs the kernel under Triton’s interpreter and records it.</p>
         ) : (
           <p class="quiet">
-            A page from disk cannot run Triton. It computes the recurrence itself, in float32, and says so. To record the real kernel, run{" "}
+            This page has no server, and cannot run Triton. It computes the recurrence itself, in float32, and says so. To record the real kernel, run{" "}
             <code>fused-softmax serve</code> and paste the matrix there, or run{" "}
             <code>fused-softmax trace --kernel online --matrix matrix.csv -o page.html</code>.
           </p>

@@ -43,6 +43,7 @@ export function useFrames(running: boolean, onFrame: (seconds: number) => void):
   }, [running]);
 }
 
+/** A kernel that the page's server records. */
 export interface ServerKernel {
   name: string;
   title?: string;
@@ -51,27 +52,16 @@ export interface ServerKernel {
   dtypes?: readonly string[];
 }
 
-/**
- * The kernels of the server that the page comes from, fetched once `asked`; null without a server, as on a disk.
- * `announced`: the kernels that the page itself lists for its server.
- */
-export function useServer(asked: boolean, announced: readonly string[]): readonly ServerKernel[] | null {
-  const [kernels, setKernels] = useState<readonly ServerKernel[] | null>(() =>
-    announced.length ? announced.map((name) => ({ name })) : null,
-  );
-  const known = useRef(false);
+/** Whether the page is as narrow as a phone. */
+export function useNarrow(): boolean {
+  const [query] = useState(() => matchMedia("(max-width: 639px)"));
+  const [narrow, setNarrow] = useState(query.matches);
   useEffect(() => {
-    if (!asked || known.current || !location.protocol.startsWith("http")) return;
-    fetch("kernels")
-      .then((answer) => (answer.ok ? (answer.json() as Promise<{ kernels?: ServerKernel[] }>) : null))
-      .then((value) => {
-        if (!value?.kernels?.length) return;
-        known.current = true;
-        setKernels(value.kernels);
-      })
-      .catch(() => undefined);
-  }, [asked]);
-  return kernels;
+    const onChange = () => setNarrow(query.matches);
+    query.addEventListener("change", onChange);
+    return () => query.removeEventListener("change", onChange);
+  }, [query]);
+  return narrow;
 }
 
 /** A value that follows its source once the source has not changed for a while. */

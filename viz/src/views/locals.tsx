@@ -26,7 +26,7 @@ export function LocalsView({ replay }: { replay: Replay }) {
         <details>
           <summary>
             launched on {launch!.grid.filter((extent, at) => at === 0 || extent > 1).join(" × ")}{" "}
-            {launch!.grid.every((extent) => extent === 1) ? "program" : "programs"} with {given.length} {given.length === 1 ? "argument" : "arguments"}
+            {launch!.grid.every((extent) => extent === 1) ? "program" : "programs"}; its arguments
           </summary>
           <p>{given.map(([name, value]) => `${name} = ${String(value)}`).join(", ")}</p>
         </details>

@@ -12,10 +12,11 @@ export function SourceView({ replay }: { replay: Replay }) {
   const stack = replay.stack();
   const top = stack[0];
   const list = useRef<HTMLOListElement>(null);
-  const line = top?.line ?? 0;
+  const started = replay.position > 0;
+  const line = top?.line || (replay.recording.steps[0]?.line ?? 0); // before the start, the line that comes first
   useLayoutEffect(() => {
-    if (list.current) reveal(list.current, list.current.querySelector("[aria-current]"), 24);
-  }, [line, top?.source]);
+    if (list.current) reveal(list.current, list.current.querySelector("[aria-current], .next"), 24);
+  }, [line, started, top?.source]);
   if (!top) return null;
   const { source } = top;
   const last = source.ends?.[String(line)] ?? line;
@@ -40,7 +41,8 @@ export function SourceView({ replay }: { replay: Replay }) {
       <ol class="code" ref={list} tabIndex={0} aria-label={`Source of ${source.name}`} style={{ "--digits": width }}>
         {source.lines.map((text, index) => {
           const number = source.first_line + index;
-          const now = number >= line && number <= last && line > 0;
+          const here = number >= line && number <= last;
+          const now = started && here;
           return (
             <CodeLine
               key={number}
@@ -48,6 +50,7 @@ export function SourceView({ replay }: { replay: Replay }) {
               number={number}
               now={now}
               first={number === line}
+              next={!started && here}
               caller={called.has(`${top.info.source}:${number}`)}
               inline={number === last && now ? inline : ""}
             />
@@ -63,16 +66,18 @@ interface LineProps {
   number: number;
   now: boolean;
   first: boolean;
+  /** Whether it runs next, as nothing has run yet. */
+  next: boolean;
   caller: boolean;
   inline: string;
 }
 
-const CodeLine = memo(function CodeLine({ text, number, now, first, caller, inline }: LineProps) {
+const CodeLine = memo(function CodeLine({ text, number, now, first, next, caller, inline }: LineProps) {
   return (
-    <li class={now ? "now" : caller ? "caller" : ""} {...(first && now ? { "aria-current": "step" as const } : {})}>
+    <li class={now ? "now" : next ? "next" : caller ? "caller" : ""} {...(first && now ? { "aria-current": "step" as const } : {})}>
       <span class="number">{number}</span>
       <span class="marker" aria-hidden="true">
-        {first && now ? "▶" : caller ? "↳" : ""}
+        {first && now ? "▶" : first && next ? "▷" : caller ? "↳" : ""}
       </span>
       <code style={{ "--indent": text.length - text.trimStart().length }}>
         {tokens(text).map((token, index) =>

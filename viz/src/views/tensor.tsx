@@ -3,13 +3,16 @@ import { boxesOf, Heat, type Box } from "../heat";
 import type { Replay } from "../model";
 import { count } from "../numbers";
 import { decode } from "../recording";
-import { cellText, exchangesOneSum, isOpaque } from "../sentences";
+import { bitsText, cellText, exchangesOneSum, isOpaque } from "../sentences";
 import { useWidth } from "./hooks";
 
 /** A cell of at least this width has room for its value. */
 const VALUE_WIDTH = 36;
 /** The same where several tensors stand side by side. */
 const NARROW_WIDTH = 24;
+const MESSAGE_WIDTH = 92;
+/** Tensors of no more columns stand beside others. */
+const SMALL = 3;
 const ROW_HEADER = 30;
 
 interface Props {
@@ -41,16 +44,17 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
     const options = {
       name: tensor.name, rows, cols, role: tensor.role, range, given: replay.given(index),
       never: (at: number) => replay.never(index, at), said: (at: number) => cellText(replay, index, at),
-      ...(isOpaque(replay, index) && { word: exchangesOneSum(replay) ? "d" : "m, s" }),
+      ...(isOpaque(replay, index) && { word: (at: number, room: number) => wordOf(replay, index, at, room) }),
     };
     heat.current = new Heat(plane.current!, options, select);
     return () => (heat.current = null);
   }, [replay, index]);
 
   const room = width - ROW_HEADER;
-  const fitting = Math.min(64, Math.floor(room / Math.max(1, cols)));
+  const most = isOpaque(replay, index) ? MESSAGE_WIDTH : 64;
+  const fitting = Math.min(most, Math.floor(room / Math.max(1, cols)));
   const enough = replay.imagined && cols <= 16 ? NARROW_WIDTH : VALUE_WIDTH;
-  const cell = fitting >= enough ? fitting : values ? 44 : Math.max(5, fitting);
+  const cell = isOpaque(replay, index) ? Math.max(78, fitting) : fitting >= enough ? fitting : values ? 44 : Math.max(5, fitting);
   const bare = cell < enough;
   const boxes = boxesAt(replay, index);
 
@@ -72,7 +76,7 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
   const side = { output: "result", input: "source", scratch: "scratch", registers: "held" }[tensor.role];
   return (
     <section
-      class={`tensor ${side}${replay.imagined && index === replay.main ? " scores" : ""}`}
+      class={`tensor ${side}${cols <= SMALL ? " small" : ""}${replay.imagined && index === replay.main ? " scores" : ""}`}
       aria-label={`Tensor ${tensor.name}${of ? `, ${of}` : ""}`}
       data-tensor={tensor.name}
       style={{ "--cols": index === replay.accumulator ? 1.5 * cols : cols }}
@@ -106,6 +110,12 @@ export function TensorView({ replay, index, position, selected, onRow, values, o
       ) : null}
     </section>
   );
+}
+
+/** A message in a cell: its numbers if they fit, else their names. */
+function wordOf(replay: Replay, index: number, at: number, room: number): string {
+  const said = bitsText(replay, replay.cell(index, at), 3);
+  return said.length <= room ? said : exchangesOneSum(replay) ? "d" : "m, s";
 }
 
 /** The cells of a tensor that the current step touches, else those that the program holds. */

@@ -1,3 +1,4 @@
+import { useState } from "preact/hooks";
 import type { Replay, Unit } from "../model";
 import { memo } from "./memo";
 
@@ -18,13 +19,15 @@ interface Props {
   replay?: Replay;
   /** The slider's position, in words. */
   place: string;
+  narrow: boolean;
 }
 
 /** The line that has just run, for screens on which the source is out of sight. The announcer speaks it. */
 function NowLine({ replay }: { replay: Replay }) {
   const top = replay.stack()[0];
-  if (!top?.line) return null;
-  const { source, line } = top;
+  const line = top?.line || replay.recording.steps[0]?.line;
+  if (!top || !line) return null;
+  const { source } = top;
   const last = source.ends?.[String(line)] ?? line;
   const lines = source.lines.slice(line - source.first_line, last - source.first_line + 1);
   return (
@@ -36,7 +39,8 @@ function NowLine({ replay }: { replay: Replay }) {
 
 /** Buttons to step and play, and a slider. A map above the slider shows the steps' programs and phases. */
 export function Transport(props: Props) {
-  const { position, length, playing, unit, speed, onSeek, onStep, onPlay, onUnit, onSpeed, replay, place } = props;
+  const { position, length, playing, unit, speed, onSeek, onStep, onPlay, onUnit, onSpeed, replay, place, narrow } = props;
+  const [more, setMore] = useState(false);
   return (
     <section class="transport" aria-label="Playback">
       {replay ? <NowLine replay={replay} /> : null}
@@ -65,7 +69,10 @@ export function Transport(props: Props) {
         <span class="where">
           <b data-position={position}>{position}</b> / {length}
         </span>
-        {replay ? (
+        {narrow ? (
+          <button type="button" class="more" aria-expanded={more} aria-label="More controls" onClick={() => setMore(!more)}>⋯</button>
+        ) : null}
+        {replay && (more || !narrow) ? (
           <div class="group choice" role="radiogroup" aria-label="Step by">
             {(["line", "block", "program"] as const).map((each) => (
               <label key={each} class={each === unit ? "on" : ""}>
@@ -75,6 +82,7 @@ export function Transport(props: Props) {
             ))}
           </div>
         ) : null}
+        {more || !narrow ? (
         <label class="speed">
           <span>per second</span>
           <select value={speed} onChange={(event) => onSpeed(Number(event.currentTarget.value))} aria-label="Steps per second">
@@ -83,7 +91,8 @@ export function Transport(props: Props) {
             ))}
           </select>
         </label>
-        {replay ? <Jump replay={replay} onSeek={onSeek} /> : null}
+        ) : null}
+        {replay && (more || !narrow) ? <Jump replay={replay} onSeek={onSeek} /> : null}
       </div>
     </section>
   );

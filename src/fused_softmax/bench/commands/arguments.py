@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from fused_softmax.bench import cases, catalog
-from fused_softmax.bench.commands.front import Option
+from fused_softmax.bench.commands.front import Option, Whole
 from fused_softmax.bench.show.progress import importing
 from fused_softmax.interrupt import INTERRUPTED
 
@@ -75,11 +75,14 @@ def parse_sweep(text: str) -> str:
     return cases.find("sweep", text, sweeps.SWEEPS)
 
 
+TUNABLE = ("softmax", "softmax_backward")
+
+
 def parse_tunable(text: str) -> list[str]:
     names = parse_operations(text)
     for name in names:
-        if name not in ("softmax", "softmax_backward"):
-            raise ValueError(f"{name} is not tuned; softmax and softmax_backward are")
+        if name not in TUNABLE:
+            raise ValueError(f"{name} is not tuned; {' and '.join(TUNABLE)} are")
     return names
 
 
@@ -89,7 +92,8 @@ def parse_committed(text: str) -> list[str]:
     names = [part.strip().removesuffix(".json") for part in text.split(",")]
     for name in names:
         if name not in COMMITTED:
-            raise ValueError(f"no committed file is named {name!r}; these are: {', '.join(COMMITTED)}")
+            near = cases.near(name, COMMITTED)
+            raise ValueError(f"no committed file is named {name!r}{near}; --dry-run lists them all")
     return names
 
 
@@ -101,21 +105,16 @@ def also(names: Iterable[str]) -> dict[str, str]:
     return {name: f"also {', '.join(spelled[name])}" if name in spelled else "" for name in names}
 
 
-def facts_of_names(*, sweeps: bool = False) -> dict[str, dict[str, str]]:
-    """The names that the options take, each with a word on it, by kind."""
+def facts_of_names(operations: Collection[str] = tuple(catalog.PEERS)) -> dict[str, dict[str, str]]:
+    """The names that the options take, each with a word on it, by kind. operations: those that may be chosen."""
     always = ", ".join(catalog.provider_names(["softmax_dim"]))
-    found = {
+    return {
         "Operations, and their providers beside " + always: {
-            name: ", ".join(peers) for name, peers in catalog.PEERS.items()
+            name: ", ".join(catalog.PEERS[name]) for name in operations
         },
-        "Providers": also(catalog.provider_names()),
+        "Providers": also(catalog.provider_names(operations)),
         "Dtypes": also(cases.ITEMSIZE),
     }
-    if sweeps:
-        from fused_softmax.bench.measure.sweeps import SWEEPS
-
-        found = {"Sweeps": {name: sweep.about for name, sweep in SWEEPS.items()}} | found
-    return found
 
 
 def columns(title: str, lines: Mapping[str, str]) -> str:
@@ -127,16 +126,23 @@ def columns(title: str, lines: Mapping[str, str]) -> str:
 class Listing(click.Command):
     """A command whose help ends with the names that its options take."""
 
-    sweeps = False
-
     def facts(self) -> dict[str, dict[str, str]]:
-        return facts_of_names(sweeps=self.sweeps)
+        return facts_of_names()
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(ctx, formatter)
         for title, lines in self.facts().items():
             formatter.write_paragraph()
             formatter.write_text(columns(title, lines))
+
+
+class OfRows(Listing):
+    """A command whose shape is --rows and --cols."""
+
+    def facts(self) -> dict[str, dict[str, str]]:
+        from fused_softmax.bench.measure.sweeps import ndim_of
+
+        return facts_of_names([name for name in catalog.PEERS if ndim_of(name) in (2, None)])
 
 
 class Recorded(Listing):
@@ -194,10 +200,8 @@ def effort_options(quick: str) -> Decorator:
     options = (
         click.option("--quick", is_flag=True, help=f"Measure {quick}."),
         click.option("--verify-only", is_flag=True, help="Check against float64 and time nothing."),
-        click.option("--reps", type=click.IntRange(1, 100), help="Rounds in which the providers take turns."),
-        click.option(
-            "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs."
-        ),
+        click.option("--reps", type=Whole(1, 100), help="Rounds in which the providers take turns."),
+        click.option("--seed", type=Whole(0, 2**63 - 1), default=0, show_default=True, help="Seed of the inputs."),
     )
     return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
@@ -234,12 +238,10 @@ def case_of(n_rows: int, n_cols: int, dtype: str, operation: str) -> cases.Case:
     """The case of one shape, or a UsageError for an operation that takes shapes of other dims."""
     from fused_softmax.bench.measure import sweeps
 
-    case = cases.Case((n_rows, n_cols), dtype, operation)
-    try:
-        sweeps.require_dims(case, operation, sweeps.ndim_of(operation))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    return case
+    if (ndim := sweeps.ndim_of(operation)) not in (2, None):
+        other = f"`fused-softmax bench custom --op {operation} --shape` measures it"
+        raise click.UsageError(f"{operation} takes shapes of {ndim} dims, not of rows and columns; {other}")
+    return cases.Case((n_rows, n_cols), dtype, operation)
 
 
 def read_results(path: Path) -> "Run":

@@ -17,6 +17,7 @@ from fused_softmax.bench.commands.arguments import (
     say_interrupted,
     values_of,
 )
+from fused_softmax.bench.commands.front import Whole
 from fused_softmax.bench.commands.sweep import require_files, require_resumable
 from fused_softmax.bench.entries.first_calls import CALLS
 from fused_softmax.bench.show.progress import importing
@@ -41,7 +42,7 @@ def _parse(text: str) -> str:
     help="Only these; --list names them.",
 )  # fmt: skip
 @click.option(
-    "--at-once", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+    "--at-once", type=Whole(1), default=1, show_default=True, metavar="N",
     help="Processes at a time. Several share the cores' clocks and caches.",
 )  # fmt: skip
 @out_option(".json", "the results")
@@ -66,11 +67,12 @@ def cold(ctx: click.Context, names: list[str], at_once: int, out: Path | None, r
         from rich.console import Console
 
         from fused_softmax.bench.measure import cold as measuring
-        from fused_softmax.bench.measure import measure, saving
+        from fused_softmax.bench.measure import measure, saving, verify
         from fused_softmax.bench.results.record import CannotResume
         from fused_softmax.bench.show import report
     if not measure.on_gpu():
-        raise click.UsageError("first calls need a GPU, and kernels that are not interpreted")
+        interpreted = "kernels are interpreted in this process (FUSED_SOFTMAX_INTERPRET=1), so they cannot be timed"
+        raise click.ClickException(interpreted if verify.interpreting() else "no GPU: nothing was measured")
     console = new_console()
     try:
         run, stopped, written = measuring.measured(

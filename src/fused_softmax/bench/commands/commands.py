@@ -10,7 +10,10 @@ import click
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.commands import cold, paths
 from fused_softmax.bench.commands.arguments import (
+    TUNABLE,
     Listing,
+    OfRows,
+    also,
     case_of,
     columns,
     dtype_option,
@@ -34,9 +37,11 @@ from fused_softmax.bench.commands.arguments import (
     value_of,
     values_of,
 )
+from fused_softmax.bench.commands.front import Whole
 from fused_softmax.bench.commands.shards import shards
 from fused_softmax.bench.commands.sweep import asked, sweep_command
 from fused_softmax.bench.show.progress import busy, importing
+from fused_softmax.core.described import number_of
 
 if TYPE_CHECKING:
     from fused_softmax.bench.measure.cold import Asked as AskedCold
@@ -67,7 +72,7 @@ bench.add_command(shards)
 bench.add_command(cold.cold)
 
 
-@bench.command(cls=Listing)
+@bench.command(cls=OfRows)
 @shape_options()
 @dtype_option()
 @operation_option
@@ -75,7 +80,7 @@ bench.add_command(cold.cold)
 @click.option(
     "--warmup",
     metavar="N",
-    type=click.IntRange(0, MOST_CALLS),
+    type=Whole(0, MOST_CALLS),
     default=10,
     show_default=True,
     help="Calls before the timed ones.",
@@ -83,7 +88,7 @@ bench.add_command(cold.cold)
 @click.option(
     "--iters",
     metavar="N",
-    type=click.IntRange(1, MOST_CALLS),
+    type=Whole(1, MOST_CALLS),
     default=100,
     show_default=True,
     help="Timed calls, each timed alone.",
@@ -127,7 +132,7 @@ def one(
         return
     print_facts(found.facts(), as_json)
     if len(found.seconds) < iters:
-        say_interrupted(ctx, f"the average is of {len(found.seconds)} calls")
+        say_interrupted(ctx, f"the average is of {number_of(len(found.seconds), 'call')}")
 
 
 @bench.command(short_help="Time what one small eager call costs the CPU, beside torch's own.")
@@ -170,13 +175,14 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
         if where and saves:
             saving.save_content(hosts.text(rows, environment, arguments).encode(), where)
     finally:  # printed last: standard output may be full too
-        hosts.print_rows(rows, console)
+        if rows or not stopped:
+            hosts.print_rows(rows, console)
     if saves:
         click.echo(f"wrote {where}")
     if out and not stopped:
         record.partial_path(out).unlink(missing_ok=True)
     if stopped:
-        say_interrupted(ctx, f"{len(rows)} rows were measured")
+        say_interrupted(ctx, f"{number_of(len(rows), 'row was', 'rows were')} measured")
     ctx.exit(int(any(row.wrong for row in rows)))
 
 
@@ -242,13 +248,22 @@ def asked_of(arguments: str, out: str) -> "Asked | AskedCold":
     return cold.asked(rest, out) if first == cold.cold.name else asked(words, out)
 
 
-def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    if not math.isfinite(value):
-        raise click.BadParameter("must be a finite number", ctx, param)
-    return value
+class _Percent(click.FloatRange):
+    name = "number"  # in errors, where click's own is a float range
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
 
 
-@bench.command(cls=Listing)
+class _Compared(Listing):
+    def facts(self) -> dict[str, dict[str, str]]:
+        return {"Providers": also(catalog.provider_names())}
+
+
+@bench.command(cls=_Compared)
 @click.argument("before", type=paths.FILE)
 @click.argument("after", type=paths.FILE)
 @click.option(
@@ -261,8 +276,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
 @click.option("--clock", type=click.Choice(["kernel", "call"]), help="Default: kernel where both have it, else call.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0),
-    callback=_finite,
+    type=_Percent(0),
     default=2,
     show_default=True,
     help="Percent by which a median must change to count.",
@@ -291,13 +305,18 @@ def compare(
         found = comparing.compare(old, new, tolerance=tolerance / 100, wanted=wanted, **options)
     if found.exit_code == 2:
         of = f" of {', '.join(names)}" if names else ""
-        why = [*report.only_in_one(found), *found.differences]
+        why = [*report.only_in_one(found), *found.differences] or ["no point has a figure in both"]
         raise click.UsageError("; ".join([f"nothing{of} could be compared", *why]))
     report.print_comparison(found, new_console(), everything)
     ctx.exit(found.exit_code)
 
 
-@bench.command(cls=Listing)
+class _Tuned(Listing):
+    def facts(self) -> dict[str, dict[str, str]]:
+        return {"Operations": dict.fromkeys(TUNABLE, ""), "Dtypes": also(cases.ITEMSIZE)}
+
+
+@bench.command(cls=_Tuned)
 @click.option(
     "--op", "chosen", metavar="NAME", multiple=True, callback=values_of(parse_tunable), help="Default: softmax."
 )

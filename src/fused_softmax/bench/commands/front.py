@@ -2,8 +2,9 @@
 
 import contextlib
 import errno
+import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,8 @@ class Front(click.Group):
         call: Callable[[], Any] = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         if not standalone_mode:
             return call()
+        if getattr(sys.stdout, "errors", None) == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a name that the locale cannot write is no failure
         try:
             code = call()
         except click.ClickException as error:
@@ -40,7 +43,8 @@ class Front(click.Group):
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
         except UnicodeEncodeError as error:
-            click.echo(f"Error: {ascii(error.object)[:80]} is no text", err=True)
+            wrong = ascii(error.object[error.start : error.end])[:80]
+            click.echo(f"Error: a name or a text contains {wrong}, which is not valid Unicode", err=True)
             sys.exit(2)
         except OSError as error:
             if error.errno not in NO_ROOM:
@@ -62,14 +66,29 @@ class Front(click.Group):
             raise click.ClickException(str(error)) from None
 
 
+class Whole(click.IntRange):
+    """Integers of a range. Errors and help call a value an integer, where click's own call it an integer range."""
+
+    name = "integer"
+
+
 class Option(click.Option):
-    """An option of which help shows the names with one spelling: `-o, --out`; other long names are accepted."""
+    """An option of which help and errors show one long name: `-o, --out`; other long names are accepted."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        with self._one_long_name():
+            return super().get_help_record(ctx)
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        with self._one_long_name():
+            return super().get_error_hint(ctx)
+
+    @contextlib.contextmanager
+    def _one_long_name(self) -> Iterator[None]:
         names = self.opts
         long = [name for name in names if name.startswith("--")]
         self.opts = [name for name in names if name not in long[1:]]
         try:
-            return super().get_help_record(ctx)
+            yield
         finally:
             self.opts = names

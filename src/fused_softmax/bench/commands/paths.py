@@ -37,9 +37,18 @@ def folder(ctx: click.Context, param: click.Parameter, path: Path | None) -> Pat
     """A click callback for a folder of outputs."""
     if path is not None:
         if path.exists() and not path.is_dir():
-            raise click.UsageError(f"cannot write into {path}: it is no folder")
+            raise click.UsageError(f"cannot write into {path}: it is not a folder")
         require_writable(path / "file", f"into {path}")
     return path
+
+
+def text(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """A click callback for a text that a file will have."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter(f"{ascii(value)[:80]} is not valid Unicode", ctx, param) from None
+    return value
 
 
 def require_writable(path: Path, what: str = "") -> None:

@@ -23,12 +23,13 @@ from fused_softmax.bench.commands.arguments import (
 )
 from fused_softmax.bench.show.progress import importing
 
+LINEAR = "linear_cross_entropy"
 TORCHRUN = "torchrun --nproc-per-node 2 --no-python fused-softmax bench shards"
 CASES = (
     ("cross_entropy_gradient", "8192x128256", ("bfloat16", "float32")),
     ("cross_entropy_gradient", "4096x152064", ("bfloat16",)),
     ("cross_entropy_gradient", "64x128256,1x128256", ("float32",)),
-    ("linear_cross_entropy", "8192x4096x128256", ("bfloat16",)),
+    (LINEAR, "8192x4096x128256", ("bfloat16",)),
     ("softmax", "1024x262144", ("bfloat16",)),
 )  # as sweeps have them: operation, shapes of whole rows, dtypes
 
@@ -59,13 +60,16 @@ def chosen(
         if operations and operation not in operations:
             continue
         for case in shapes or cases.parse_shapes(text):
-            ndim = 3 if operation == "linear_cross_entropy" else 2
+            ndim = 3 if operation == LINEAR else 2
             if (len(case.shape), case.dim) != (ndim, -1):
                 continue
             found += [replace(case, dtype=dtype, operation=operation) for dtype in dtypes or own_dtypes]
-    if not found:
-        takes = "rows x columns, or tokens x hidden x classes for linear_cross_entropy"
-        raise click.UsageError(f"{', '.join(operations) or 'shards'} takes {takes}, not {shapes[0].size}")
+    taken = {(case.shape, case.dim) for case in found}
+    if left := [case.size for case in shapes if (case.shape, case.dim) not in taken]:
+        takes = {name: "tokens x hidden x classes" if name == LINEAR else "rows x columns" for name in operations}
+        what = "; ".join(f"{name} takes shapes of {dims}" for name, dims in takes.items())
+        both = f"a shape is rows x columns, or of {LINEAR} tokens x hidden x classes"
+        raise click.UsageError(f"{what or both}; not {left[0]}")
     found = cases.unique(found)
     return [found[0], found[-1]] if quick and not shapes else found
 
@@ -94,7 +98,7 @@ def shards(ctx: click.Context, /, **options: Any) -> None:
     if out:
         paths.require_outputs([out], replace=force)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise click.UsageError(f"there are no ranks: run {TORCHRUN}")
+        raise click.UsageError(f"there are no ranks: run `{TORCHRUN}`")
     with importing():
         from fused_softmax.bench.measure import shards as measuring
         from fused_softmax.bench.measure.run import Asked

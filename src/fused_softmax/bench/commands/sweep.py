@@ -19,6 +19,7 @@ from fused_softmax.bench.commands.arguments import (
     parse_operations,
     parse_sweep,
     providers_option,
+    read_results,
     require_known,
     say_interrupted,
     value_of,
@@ -30,10 +31,14 @@ from fused_softmax.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from fused_softmax.bench.measure.run import Asked
+    from fused_softmax.bench.results.record import Run
 
 
 class _Sweep(Recorded):
-    sweeps = True
+    def facts(self) -> dict[str, dict[str, str]]:
+        from fused_softmax.bench.measure.sweeps import SWEEPS
+
+        return {"Sweeps": {name: sweep.about for name, sweep in SWEEPS.items()}} | super().facts()
 
 
 @click.command(cls=_Sweep)
@@ -92,6 +97,9 @@ class _Sweep(Recorded):
     callback=paths.drawable,
     help="Draw GB/s, or times of matrix products, over the columns or whatever else varies, as .png, .svg or .pdf.",
 )
+@click.option(
+    "--beside", type=paths.FILE, help="Draw the figures of this results file, such as another GPU's, below --plot's."
+)
 @force_option
 @list_option
 @click.pass_context
@@ -101,12 +109,13 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     A sweep names the operations to measure, and their shapes and dtypes unless options give others. Without a name, the
     sweep `tutorial` runs. Repeat an option or separate its values by commas. Ctrl-C keeps what was measured.
     """
-    files = {name: options.pop(name) for name in ("out", "plot", "resume")}
+    files = {name: options.pop(name) for name in ("out", "plot", "resume", "beside")}
     out, resume, force = files["out"], files["resume"], options.pop("force")
     require_resumable(out, resume=resume, force=force)
     # Names are checked before PyTorch is imported, which takes seconds.
     measured = _measured(options)
     require_files(out, files["plot"], replace=resume or force)
+    files["beside"] = _beside(files["beside"], files["plot"], out)
     from fused_softmax.bench.results.record import CannotResume, earlier
 
     try:
@@ -123,6 +132,19 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     if code == INTERRUPTED:  # the tables, which say what was kept, are on standard output
         say_interrupted(ctx)
     ctx.exit(code)
+
+
+def _beside(path: Path | None, plot: Path | None, out: Path | None) -> "Run | None":
+    """The results that a plot has beside its own, or a UsageError."""
+    if path is None:
+        return None
+    if plot is None:
+        raise click.UsageError("--beside adds to the picture of --plot: give --plot too")
+    paths.require_outputs([each for each in (plot, out) if each], [path], replace=True)
+    run = read_results(path)
+    if not any(point.kernel or point.call for point in run.points):
+        raise click.UsageError(f"{path} has no figures to draw")
+    return run
 
 
 def require_resumable(out: Path | None, *, resume: bool, force: bool) -> None:
@@ -145,7 +167,7 @@ def require_files(out: Path | None, plot: Path | None = None, *, replace: bool) 
 def asked(arguments: Sequence[str], out: str) -> "Asked":
     """The measurement that arguments of `fused-softmax bench` ask for. out: the name of the file that is to hold it."""
     ctx = sweep_command.make_context("bench", list(arguments))
-    files = ("out", "plot", "resume", "force")
+    files = ("out", "plot", "resume", "beside", "force")
     options = {name: value for name, value in ctx.params.items() if name not in files}
     return _asked([*ctx.meta["typed"], "--out", out], _measured(options))
 

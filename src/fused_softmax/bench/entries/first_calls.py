@@ -12,6 +12,7 @@ from fused_softmax.bench.cases import Case
 from fused_softmax.bench.catalog import OPERATIONS
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.filters import FILTERS
+from fused_softmax.bench.entries.segment_kinds import KINDS as SEGMENTS
 
 VOCABULARY = 128256
 ROWS, TOKENS = (4096, VOCABULARY), (64, VOCABULARY)  # of training, and of a server's step
@@ -72,7 +73,12 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "softmax_dim": (64, 4096, 512),
     **dict.fromkeys(("linear_cross_entropy", "linear_log_prob", "linear_divergence"), (4096, 4096, VOCABULARY)),
     **dict.fromkeys(("route", "route_gradient"), (16384, 256)),
+    **dict.fromkeys(SEGMENTS, (2**20, 8)),
     "attention_decode": (8, 8, 4096, 128),
+}
+_IN_DATA_ALONE = {  # they differ from another one
+    "sample_top_p_peaked",
+    *(name for name, kind in SEGMENTS.items() if not kind.unsorted and "products" not in name),
 }
 # Calls that are no operation of the bench. By name: the operation whose inputs they take, a title, and the function.
 _OTHERS: dict[str, tuple[str, str, Call]] = {
@@ -120,11 +126,7 @@ def _case(operation: str) -> Case:
 
 
 CALLS = {
-    **{
-        name: FirstCalls(title, [_case(name)])
-        for name, title in OPERATIONS.items()
-        if name != "sample_top_p_peaked"  # which differs in its logits alone
-    },
+    **{name: FirstCalls(title, [_case(name)]) for name, title in OPERATIONS.items() if name not in _IN_DATA_ALONE},
     **{name: FirstCalls(about, [_case(operation)], call) for name, (operation, about, call) in _OTHERS.items()},
     **{
         f"{name}_{what}_{short}": FirstCalls(

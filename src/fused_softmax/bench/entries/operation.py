@@ -1,6 +1,6 @@
 """What the bench knows of an operation, and what the operations' families share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -36,9 +36,12 @@ class Operation:
     parameters: facts that the case does not give, for the record.
     planned: how many inputs the planner counts, if `plan_rows` alone decides the launch. 0 records no plan.
     whole: a row of the result depends on more than its row of inputs, so the whole result is compared at once.
+    compared: pairs of a part of a result and what it has to be, both in float64, of a case and its inputs, where a
+        comparison is not cut along an axis.
     checking_bytes: bytes of the comparison beside inputs and results, if the case's elements do not give them.
     own_needs_gpu: our call has no CPU path.
     of_torchs: how many times torch's error is accepted.
+    own_error: of our call, the largest error that is accepted beside a rounding, if torch's own is no measure.
     who: of our call, who computes each pass on a device, for the record; None where the kernels do.
     draws: the filters of a sampler, whose tokens no formula gives; its formula is a sampler of torch's operations.
     sample: the case that is checked under Triton's interpreter.
@@ -55,9 +58,11 @@ class Operation:
     parameters: Callable[[Case], dict[str, Any]] = lambda case: {}
     planned: int = 0
     whole: bool = False
+    compared: Callable[[Case, Inputs, Tensor], Iterator[tuple[Tensor, Tensor]]] | None = None
     checking_bytes: Callable[[Case], int] | None = None
     own_needs_gpu: bool = False
     of_torchs: float = 1.0
+    own_error: float | None = None
     who: Callable[[Case, Device], dict[str, str]] | None = None
     draws: "Filters | None" = None
     sample: Case = SAMPLE

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from fused_softmax.bench import catalog
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.entries import attention, layers, losses, routing, sampling, softmaxes
+from fused_softmax.bench.entries import attention, layers, losses, routing, sampling, segments, softmaxes
 from fused_softmax.bench.entries.operation import Operation
 from fused_softmax.register.table import OPERATORS
 
-FAMILIES = (softmaxes, losses, layers, sampling, routing, attention)
+FAMILIES = (softmaxes, losses, layers, sampling, routing, segments, attention)
 
 
 def operation_of(case: Case) -> Operation:

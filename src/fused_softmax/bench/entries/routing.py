@@ -59,7 +59,7 @@ def balance(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def own_losses(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     out = route(x, k, return_aux_loss=True, return_z_loss=True)
-    return out.weights, out.aux_loss, out.z_loss  # type: ignore[return-value]
+    return out.weights, out.aux_loss, out.z_loss
 
 
 def gradient(function: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], case: Case) -> Call:
@@ -76,6 +76,55 @@ def quack(case: Case) -> Call:
     from quack.topk import topk
 
     return lambda x: topk(x, k_of(case), softmax=True)[0].float()
+
+
+def vllm(case: Case) -> Call:
+    from vllm import _custom_ops
+
+    def call(x):
+        like = {"device": x.device}
+        weights = torch.empty(case.n_rows, k_of(case), dtype=torch.float32, **like)
+        ids, rows = (torch.empty(case.n_rows, k_of(case), dtype=torch.int32, **like) for _ in range(2))
+        _custom_ops.topk_softmax(weights, ids, rows, x, True)
+        return weights
+
+    return call
+
+
+def of_transformer_engine(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(the weights of the k best, whether an expert has the row).
+
+    Its weights are dense, with the dtype of the logits: Megatron gives it float32. torch's topk makes k of them.
+    """
+    from transformer_engine.pytorch.router import fused_topk_with_score_function
+
+    probs, chosen = fused_topk_with_score_function(
+        x.float(), k, use_pre_softmax=False, num_groups=None, group_topk=None, scaling_factor=None,
+        score_function="softmax", expert_bias=None,
+    )  # fmt: skip
+    return probs.topk(k).values, chosen
+
+
+def transformer_engine(case: Case) -> Call:
+    import transformer_engine.pytorch.router  # noqa: F401
+
+    return lambda x: of_transformer_engine(x, k_of(case))[0]
+
+
+def transformer_engine_gradient(case: Case) -> Call:
+    """Its weights and aux loss, and torch's z-loss, for it has none."""
+    from transformer_engine.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss
+
+    def losses(x, k):
+        weights, chosen = of_transformer_engine(x, k)
+        _, scores = fused_compute_score_for_moe_aux_loss(x.float(), k, "softmax")
+        counts = chosen.sum(0, dtype=torch.int32)
+        aux_loss = fused_moe_aux_loss(
+            scores, counts, total_num_tokens=case.n_rows, num_experts=case.n_cols, topk=k, coeff=1.0
+        )
+        return weights, aux_loss, x.float().logsumexp(-1).square().mean()
+
+    return gradient(losses, case)
 
 
 def _weights_bytes(case: Case) -> int:

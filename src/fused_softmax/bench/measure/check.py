@@ -85,8 +85,11 @@ class Judge:
             rounding *= OTHERS_ROUNDINGS
         else:
             rounding += STATE_ERROR
-        torchs, times = self.torch_errors, operation_of(self.case).of_torchs
-        return times * torchs.largest + rounding * torchs.peak, times * torchs.row_sum + 4 * rounding * torchs.mass
+        torchs, operation = self.torch_errors, operation_of(self.case)
+        largest, row_sum = operation.of_torchs * torchs.largest, operation.of_torchs * torchs.row_sum
+        if own and operation.own_error is not None:
+            largest, row_sum = operation.own_error * torchs.peak, operation.own_error * torchs.mass
+        return largest + rounding * torchs.peak, row_sum + 4 * rounding * torchs.mass
 
     def complaint(self, y: object, limits: tuple[float, float]) -> tuple[str, Errors | None]:
         """What is wrong with y ("" if nothing is), and its errors."""
@@ -126,7 +129,11 @@ class Judge:
 
     def chunks(self, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """y and what it has to be, cut along one axis other than `dim`. Inputs that broadcast along it stay whole."""
-        if operation_of(self.case).whole:
+        operation = operation_of(self.case)
+        if operation.compared:
+            yield from operation.compared(self.case, self.inputs, y)
+            return
+        if operation.whole:
             yield y, self.whole_truth
             return
         size = self.case.shape[self.axis]

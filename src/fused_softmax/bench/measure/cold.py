@@ -19,6 +19,9 @@ from fused_softmax.bench.measure import run, saving
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import FirstCall, Run
 from fused_softmax.bench.show import report
+from fused_softmax.bench.show.progress import spinner
+from fused_softmax.core import files
+from fused_softmax.core.described import number_of
 
 PROCESS = (sys.executable, "-m", "fused_softmax.bench.measure.first_call")
 
@@ -47,9 +50,9 @@ def measured(
     found = Run(run.environment() | machine(), asked.command)
     old = run.earlier_of(found, out) if resume and out else None
     kept = {each.name: each for each in old.first_calls} if old else {}
-    report.print_head(found, console, gpu=True)
+    report.print_head(found, console)
     if kept:
-        report.say(console, f"{len(kept)} first calls are kept from the earlier run.")
+        report.say(console, f"{number_of(len(kept), 'first call is', 'first calls are')} kept from the earlier run.")
     failures: list[str] = []
     try:
         _measure(found, asked, kept, failures, out, progress)
@@ -70,14 +73,14 @@ def _measure(
     names = asked.points
     left, start = [name for name in names if name not in kept], time.monotonic()
     found.first_calls = list(kept.values())
-    with ThreadPoolExecutor(asked.at_once) as threads, progress.status("first calls"):
+    with ThreadPoolExecutor(asked.at_once) as threads, progress.status("first calls", spinner=spinner(progress)):
         running = {threads.submit(_measured, name): name for name in left}
         try:
             for number, done in enumerate(as_completed(running), 1):
                 name = running[done]
                 try:
                     kept[name] = done.result()
-                    line = f"{kept[name].seconds:.1f} s, {len(kept[name].kernels)} kernels"
+                    line = f"{kept[name].seconds:.1f} s, {number_of(len(kept[name].kernels), 'kernel')}"
                 except Failed as error:
                     line = f"failed: {error}"
                     failures.append(f"{name} {line}")
@@ -102,7 +105,7 @@ def _measured(name: str) -> FirstCall:
 def measure(name: str, folder: str | os.PathLike[str], process: Sequence[str] = PROCESS) -> FirstCall:
     """The first calls of that name, made by a new process whose cache of kernels is `folder`. Raises Failed."""
     environment = os.environ | {"TRITON_CACHE_DIR": os.fspath(folder)}
-    done = subprocess.run([*process, name], env=environment, capture_output=True, text=True)
+    done = subprocess.run([*process, name], env=environment, capture_output=True, **files.TEXT)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise Failed(record.one_line(said[-1]))
@@ -117,7 +120,7 @@ def machine() -> dict[str, Any]:
 def _processor() -> str | None:
     """Its model, where Linux names it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(**files.TEXT).splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -227,7 +227,7 @@ def print_rows(rows: Sequence[Row], console: Console) -> None:
             table.add_row(row.name, "wrong", "", "")
         else:
             table.add_row(row.name, f"{row.ours_us:.2f}", f"{row.torch_us:.2f}", f"{row.ratio:.2f}")
-    console.print(table)
+    report.show(console, table)
     for row in rows:
         if row.wrong:
             report.say(console, f"{row.name}: {row.wrong}")

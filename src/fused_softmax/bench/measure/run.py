@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fused_softmax.bench.cases import Case
-from fused_softmax.bench.catalog import provider_names
+from fused_softmax.bench.catalog import TORCH, provider_names
 from fused_softmax.bench.measure import measure, saving, sweeps
 from fused_softmax.bench.measure.timing import ContextLost
 from fused_softmax.bench.measure.verify import verify
@@ -20,7 +20,9 @@ from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import CannotResume, Held, Point, Run, earlier, mismatch
 from fused_softmax.bench.show import report
 from fused_softmax.bench.show.plot import plot as draw
-from fused_softmax.bench.show.progress import busy
+from fused_softmax.bench.show.progress import busy, spinner
+from fused_softmax.bench.show.summary import machine_of
+from fused_softmax.core.described import number_of
 from fused_softmax.core.device import device_of
 
 # Elements of a tensor of a sweep's own shapes on a CPU. Shapes that the user gives are measured as they are.
@@ -53,6 +55,10 @@ class Asked:
     def providers(self) -> Sequence[str]:
         return self.names or provider_names(self.operations)
 
+    def providers_on(self, gpu: bool) -> Sequence[str]:
+        """Those that are measured: without a GPU torch, which all computes by there, unless the user named others."""
+        return self.providers if gpu or self.names or self.verify_only else (TORCH,)
+
     @property
     def effort(self) -> measure.Effort:
         rounds, budget_ms = (2, 12) if self.quick else (3, 25)
@@ -70,10 +76,18 @@ class Asked:
 
 
 def bench(
-    asked: Asked, console: Console, progress: Console, *, out: Path | None, plot: Path | None, resume: bool = False
+    asked: Asked,
+    console: Console,
+    progress: Console,
+    *,
+    out: Path | None,
+    plot: Path | None,
+    resume: bool = False,
+    beside: Run | None = None,
 ) -> int:
     """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted.
 
+    beside: an earlier run, whose figures the plot has below those of this one.
     Raises CannotResume, before anything is measured, for a file that cannot be continued, and NotSaved, after what was
     measured is printed, for a file that cannot be written.
     """
@@ -88,8 +102,11 @@ def bench(
         plot = None
         report.say(console, "no plot: the run stopped early" if stopped else "no plot: nothing was timed")
     elif plot:
-        draw(run, plot)
+        with busy("drawing"):
+            draw(run, plot, beside)
     report.print_end(run, console, stopped, [path for path in (written, plot) if path])
+    if plot and beside:
+        report.say(console, f"{plot.name} has this run at the top, and figures of {machine_of(beside)} below.")
     return exit_code(run, stopped)
 
 
@@ -106,7 +123,10 @@ def measured(
     run = Run(environment(), asked.command, options=asked.recorded)
     old = earlier_of(run, out) if resume and out else None
     held = Held(old.points if old else ())
-    report.print_head(run, console, gpu)
+    providers = asked.providers_on(gpu)
+    report.print_head(run, console)
+    if not gpu:
+        report.print_who_computes(console, providers, timed=not asked.verify_only)
     if not gpu and asked.standing:
         chosen = sweeps.cut(chosen, CPU_ELEMENTS)
         note = (
@@ -114,10 +134,10 @@ def measured(
         )
         report.say(console, note)
     if held.points:
-        report.say(console, f"{len(held.points)} points are kept from the earlier run.")
-    stopped = run_cases(run, chosen, asked.providers, asked.effort, out, progress, held)
-    if not gpu and not stopped:
-        stopped = check_kernels(run, asked.operations, progress)
+        report.say(console, f"{number_of(len(held.points), 'point is', 'points are')} kept from the earlier run.")
+    stopped = run_cases(run, chosen, providers, asked.effort, out, progress, held)
+    if not gpu and not stopped and asked.verify_only:
+        stopped = check_kernels(run, asked, progress)
     run.complete = not stopped
     return run, stopped, save(run, out)
 
@@ -176,10 +196,10 @@ def run_cases(
     return ""
 
 
-def check_kernels(run: Run, operations: Sequence[str], console: Console) -> str:
+def check_kernels(run: Run, asked: Asked, console: Console) -> str:
     try:
-        with console.status("kernels under Triton's interpreter"):
-            for check in verify(operations):
+        with console.status("kernels under Triton's interpreter", spinner=spinner(console)):
+            for check in verify(asked.operations, asked.names):
                 run.checks.append(check)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -35,6 +35,7 @@ from fused_softmax.bench.measure.timing import WALL_BATCHES, Entrant, best_of, f
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Point, one_line
 from fused_softmax.bench.show import report
+from fused_softmax.core.described import number_of
 
 CALLS_AT_ONCE = 8  # of which the host time is taken: large ones, and the slowest provider's, fit into the queue
 WAITS = datetime.timedelta(minutes=5)  # for a rank that says nothing
@@ -104,7 +105,7 @@ class JudgeOfShard(Judge):
 def measure(case: Case, names: Sequence[str], effort: Effort, ranks: Ranks) -> list[Point]:
     """One point for each name, the same on every rank. case: whole rows."""
     if case.n_cols % ranks.n:
-        why = f"{case.n_cols} columns are no multiple of {ranks.n} ranks"
+        why = f"{case.n_cols} columns cannot be shared equally by {ranks.n} ranks"
         return [_point(case, name, ranks, "skipped", why) for name in names]
     place = Place(case, ranks.group, ranks.rank, ranks.n, ranks.device)
     floor = OPERATIONS[case.operation].floor_bytes(place.shard)
@@ -318,7 +319,7 @@ def run(asked: Asked, out: Path | None, console: Console) -> int:
 def _print_head(done: record.Run, ranks: Ranks, standing: bool, console: Console) -> None:
     versions = ", ".join(f"{name} {done.environment[name]}" for name in ("torch", "triton", "python"))
     where = done.environment["gpu"]["name"] if done.environment["gpu"] else "no GPU"
-    report.say(console, f"{ranks.n} ranks by {dist.get_backend(ranks.group)}; {where}; {versions}")
+    report.say(console, f"{number_of(ranks.n, 'rank')} by {dist.get_backend(ranks.group)}; {where}; {versions}")
     report.say(console, "Times are the slowest rank's. GB/s count what a rank must read and write of its shard.")
     if ranks.device.type != "cuda":
         by = "fused_softmax is timed by torch's operations, which it takes on a CPU, and the exchange by gloo."

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fused_softmax.bench.cases import ITEMSIZE, Case, parse_shapes, unique
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.filters import FILTERS
+from fused_softmax.bench.entries.segment_kinds import KINDS as SEGMENTS
 from fused_softmax.core.plan import H200, VECTOR_BYTES, reduction_rung_ends, row_rung_ends
 
 TUTORIAL, CUSTOM = "tutorial", "custom"
@@ -22,6 +23,7 @@ LONG_ROWS = "32768x4096,4096x32768,2670x50257,1024x131072,128x1048576,1x1048576"
 FEW_ROWS = "1x32768,1x131072,8x32000,32x128256,132x32768"
 FEWEST_ROWS = f"64x1024,{FEW_ROWS},1x1048576,16x8388608,1x8388608,1x67108864"
 BOTH = ("float32", "bfloat16")
+EDGES = 114615892  # of Reddit's graph
 # Skipped for inputs as wide as the result: nothing is widened.
 WIDENING = "softmax_float32"
 
@@ -156,6 +158,21 @@ SWEEPS = {
         dict.fromkeys(("route", "route_gradient"), BOTH),
         shapes="1x256,64x256,16384x64,16384x128,16384x256,16384x384,16384x512,8192x2304,131072x256",
     ),
+    "segments": Sweep(
+        "softmax of segments of elements x columns, and its gradient: degrees of graphs, sorted or not; texts; short "
+        "segments; one of half of all beside others of one; one of all",
+        {name: ("bfloat16",) if "arxiv" in name else ("float32",) for name in SEGMENTS},
+        shapes={
+            "segment_softmax_arxiv": "1166243x4",
+            "segment_softmax_products": f"{EDGES}x1,{EDGES // 8}x8",
+            "segment_softmax_reddit": f"{EDGES}x1,{EDGES // 8}x8",
+            "segment_softmax_texts": f"{4096 * 1010}x1,{4096 * 1010}x16",
+            "segment_softmax_short": "4500000x1",
+            "segment_softmax_hub": "20000000x1",
+            "segment_softmax_one": "100000000x1",
+            "segment_softmax_unsorted": f"30000000x1,{EDGES // 8}x8",
+        },
+    ),
     "attention": Sweep(
         "attention, plain, causal, with a bias, a softcap, sinks and a window, and one query; forward and gradient",
         dict.fromkeys(KINDS, ("bfloat16",)),
@@ -202,8 +219,8 @@ def build(
     Raises ValueError for a shape or an operation that the sweep does not take.
     """
     sweep = SWEEPS[name]
-    if name == CUSTOM and not (shapes or cols):
-        raise ValueError("custom measures the shapes that --shape, or --cols with or without --rows, give")
+    if name == CUSTOM and not cols and (rows or elements or not shapes):
+        raise ValueError("custom has no shapes of its own: give --shape, or --cols with or without --rows")
     if quick and name == TUTORIAL and not (shapes or rows or cols or operations):
         return unique(replace(case, dtype=dtype) for case in QUICK for dtype in dtypes or (case.dtype,))
     found = []

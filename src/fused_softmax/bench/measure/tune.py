@@ -20,6 +20,7 @@ from fused_softmax.bench.entries.operations import operation_of
 from fused_softmax.bench.measure import check, measure
 from fused_softmax.bench.measure.check import Judge
 from fused_softmax.bench.measure.timing import Entrant, GraphTimer, best_of, figure, require_context, rotation
+from fused_softmax.core.described import number_of
 from fused_softmax.core.plan import (
     HELD_BYTES,
     TUNABLE,
@@ -232,7 +233,8 @@ def tune(
                     winners.append(winner)
                     own = next((trial for trial in trials if trial.own), None)
                     was = f", the planner's own {own.ratio:.3f}" if own and own is not winner else ""
-                    say(f"{case}: {' '.join(map(str, winner.choice))} {winner.ratio:.3f}{was}, of {len(trials)} plans")
+                    of = number_of(len(trials), "plan")
+                    say(f"{case}: {' '.join(map(str, winner.choice))} {winner.ratio:.3f}{was}, of {of}")
                     aheads = timed(case, [_ahead(winner.plan, ahead) for ahead in PREFETCHES], device)
                     if aheads:
                         farthest = min(aheads, key=lambda trial: trial.us)

@@ -1,8 +1,8 @@
 """Checks without a GPU: runs the measured operations' kernels under Triton's interpreter and compares with float64.
 
-For softmax it runs every strategy and every classic, for other operations what our call launches for the operation's
-sample. A process either interprets kernels or compiles them, so the checks run in a process of their own, which prints
-one JSON line for each kernel.
+For softmax it runs every strategy of ours and the classics, for other operations what our call launches for the
+operation's sample, each if its provider is asked for. A process either interprets kernels or compiles them, so the
+checks run in a process of their own, which prints one JSON line for each kernel.
 """
 
 import json
@@ -22,6 +22,7 @@ from fused_softmax.bench.entries.makers import forced
 from fused_softmax.bench.entries.operations import OPERATIONS
 from fused_softmax.bench.measure import check
 from fused_softmax.bench.results.record import Check, one_line
+from fused_softmax.core.files import TEXT
 from fused_softmax.core.plan import Strategy
 
 SWITCH = "FUSED_SOFTMAX_INTERPRET"
@@ -32,16 +33,17 @@ def interpreting() -> bool:
     return os.environ.get(SWITCH) == "1"
 
 
-def verify(operations: Sequence[str] = ("softmax",), seconds: float = 60) -> Iterator[Check]:
-    """The checks as they finish. Checks that were not reached in time are "not run"."""
+def verify(operations: Sequence[str] = ("softmax",), names: Sequence[str] = (), seconds: float = 60) -> Iterator[Check]:
+    """The checks of `kernels` as they finish. Checks that were not reached in time are "not run"."""
+    if not (left := kernels(operations, names)):
+        return
     here = str(Path(__file__).parents[3])
     paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "fused_softmax.bench.measure.verify", *operations]
+    command = [sys.executable, "-m", "fused_softmax.bench.measure.verify", *left]
     environment = os.environ | {SWITCH: "1", "PYTHONPATH": paths}
-    left = kernels(operations)
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True) as child,
+        tempfile.TemporaryFile("w+", **TEXT) as said,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=said, **TEXT) as child,
     ):
         timer = threading.Timer(seconds, child.kill)
         timer.start()
@@ -67,10 +69,13 @@ def complete(line: str) -> bool:
     return line.endswith("\n")
 
 
-def kernels(operations: Sequence[str] = ("softmax",)) -> dict[str, str]:
-    """The kernels that are checked, each with its operation."""
-    of_softmax = dict.fromkeys((*STRATEGIES, *CLASSICS), "softmax") if "softmax" in operations else {}
-    return of_softmax | {name: name for name in operations if name != "softmax"}
+def kernels(operations: Sequence[str] = ("softmax",), names: Sequence[str] = ()) -> dict[str, str]:
+    """The kernels of the named providers that are checked, each with its operation. names: none for all providers."""
+    own = OWN in names or not names
+    classics = [name for name in CLASSICS if name in names or not names]
+    of_softmax = dict.fromkeys((*(STRATEGIES if own else ()), *classics), "softmax")
+    others = {name: name for name in operations if name != "softmax" and own}
+    return (of_softmax if "softmax" in operations else {}) | others
 
 
 def unchecked(kernel: str, case: Case) -> Check:
@@ -96,5 +101,5 @@ def check_kernel(kernel: str, case: Case | None = None) -> Check:
 
 
 if __name__ == "__main__":
-    for kernel in kernels(sys.argv[1:]):
+    for kernel in sys.argv[1:]:
         print(json.dumps(asdict(check_kernel(kernel))), flush=True)

@@ -4,7 +4,8 @@ It is of every definition that an eager call runs through up to its launch: devi
 part. A definition counts by its code, constants, defaults and decorators. Where it stands, what it is called, how a
 file imports what it refers to, comments and docstrings do not count: a definition may move, and a comment may say later
 what was measured. All C counts always, and so do the classics, which results are compared with. The reference formulas
-do not count, for they compute what the kernels leave to torch.
+do not count, for they compute what the kernels leave to torch. Nor does what only nested tensors run through, which no
+figure is of.
 
 Each operation has a fingerprint of its own, of what its function refers to, what that refers to, and so on: a change of
 the samplers leaves the figures of softmax as they are. What only calls over the ranks of a group run through is no part
@@ -31,7 +32,7 @@ OVER_RANKS = (
     "ops/*/over_ranks/*.py",
 )  # fmt: skip
 ALWAYS = ("classic/*.py",)
-NEVER = ("ops/*/reference.py", "ops/sampling/noise.py")
+NEVER = ("ops/*/reference.py", "ops/sampling/noise.py", "ops/segments/nested.py")
 
 _NOTES = {"ctx", "kind", "type_comment"}  # fields of Python's syntax that change nothing of what runs
 
@@ -100,7 +101,7 @@ class Source:
     def of_operations(self) -> dict[str, str]:
         always = [self._digest(self.reached([each])) for each in self.all_of(ALWAYS)]
         for path in self.package.rglob("*.c"):
-            always.append(hashlib.sha256(_without_comments(path.read_text()).encode()).hexdigest())
+            always.append(hashlib.sha256(_without_comments(path.read_text(encoding="utf-8")).encode()).hexdigest())
         of = {each: self._digest(self.reached([each])) for each in {*self._functions.values()}}
         found = {name: _sum([of[function], *always]) for name, function in self._functions.items()}
         over_ranks = self.reached(self.entries_over_ranks(sorted(of, key=lambda each: of[each])), over_ranks=True)
@@ -192,7 +193,7 @@ class _Module:
         self._bound: _Bound = {}
         self._written: dict[str, _Code] = {}
         self._kinds: dict[tuple[str, ...], bool] = {}
-        for i, node in enumerate(ast.parse(file.read_text()).body):
+        for i, node in enumerate(ast.parse(file.read_text(encoding="utf-8")).body):
             for each, origins in _bound_by([node]).items():
                 self._bound.setdefault(each, []).extend(origins)
                 if None in origins:

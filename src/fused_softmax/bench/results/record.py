@@ -179,11 +179,18 @@ def require_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
+class OfLaterVersion(ValueError):
+    """The file has results in a form that this version does not know."""
+
+
 def load(path: Path) -> Run:
     require_regular(path)
-    data = json.loads(path.read_text())
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"{path.name} has schema {data.get('schema')!r}; this version reads {SCHEMA}")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    schema = data.get("schema")
+    if type(schema) is int and schema > SCHEMA and "points" in data:
+        raise OfLaterVersion(f"{path.name} was written by a later version of this package, which this one cannot read")
+    if schema != SCHEMA:
+        raise ValueError(_foreign(path))
     points = [_point(point) for point in data.pop("points")]
     checks = [Check(**check) for check in data.pop("checks")]
     first_calls = [first_call(each) for each in data.pop("first_calls", ())]
@@ -202,16 +209,14 @@ def read(path: Path) -> Run:
         _require_kinds(run)
         json.dumps(dataclasses.asdict(run), ensure_ascii=False).encode()  # half of a surrogate pair is no text
         return run
-    except (
-        json.JSONDecodeError,
-        UnicodeError,
-        OverflowError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ) as error:
-        raise ValueError(f"{path.name} is not what `fused-softmax bench --out` writes") from error
+    except OfLaterVersion:
+        raise
+    except (ValueError, OverflowError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(_foreign(path)) from error
+
+
+def _foreign(path: Path) -> str:
+    return f"{path.name} is not what `fused-softmax bench --out` writes"
 
 
 def _require_kinds(run: Run) -> None:
@@ -305,9 +310,11 @@ def partial_path(path: Path) -> Path:
 def require_writable(path: Path) -> None:
     """Raise OSError now rather than after the measurement. Leaves nothing: folders are made when the file is."""
     if path.is_dir():
-        raise IsADirectoryError("it is a directory")
-    if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-        raise PermissionError("it is not a file that may be written")
+        raise IsADirectoryError("it is a folder")
+    if path.exists() and not path.is_file():
+        raise PermissionError("it is not a regular file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError("it is write-protected")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is not a folder")
@@ -347,7 +354,7 @@ def version(distribution: str = "fused-softmax") -> str | None:
         return metadata.version(distribution)
     if distribution == "fused-softmax":
         source = Path(__file__).parents[2] / "__init__.py"
-        match = re.search(r'__version__ = "(.+)"', source.read_text())
+        match = re.search(r'__version__ = "(.+)"', source.read_text(encoding="utf-8"))
         return match and match[1]
     return None
 
@@ -383,7 +390,7 @@ def _nvidia_smi(uuid: str | None) -> dict[str, Any]:
 
 def _output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, timeout=10, check=True, **files.TEXT)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -418,10 +425,12 @@ def earlier(out: Path) -> Run | None:
 
 def mismatch(old: Run, new: Run) -> str:
     """The differences between two runs, as "then, now", or "": machine, versions, source and effort."""
-    pairs = [(_flat(old.environment), _flat(new.environment)), (_flat(old.options), _flat(new.options))]
+    environments = _flat(old.environment), _flat(new.environment)
+    if environments[0].get("GPU name") != environments[1].get("GPU name"):  # from which its other facts follow
+        environments = _with_name_of_gpu(environments[0]), _with_name_of_gpu(environments[1])
     said = [
-        f"{name} {before.get(name)} then, {now.get(name)} now"
-        for before, now in pairs
+        f"{name} {before.get(name, 'none')} then, {now.get(name, 'none')} now"
+        for before, now in (environments, (_flat(old.options), _flat(new.options)))
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
@@ -430,8 +439,12 @@ def mismatch(old: Run, new: Run) -> str:
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:
     gpu = facts.get("gpu") or {}
-    flat = {name: value for name, value in facts.items() if name != "gpu"}
+    flat = {name: value for name, value in facts.items() if name not in ("gpu", "kernels_of")}  # as `kernels` says it
     return flat | {f"GPU {name}": value for name, value in gpu.items() if name not in PASSING}
+
+
+def _with_name_of_gpu(flat: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flat.items() if name == "GPU name" or not name.startswith("GPU ")}
 
 
 class Held:

@@ -413,10 +413,19 @@ def picture(run: Run) -> dict[str, Any]:
         rows = f", {rows_of(p.n_rows for p in panel.points)}" if panel.axis == "n_cols" else ""
         charts.append(panel.speed_lines().properties(width=520, title=f"{panel.title}{rows}"))
     floor = "" if all(panel.in_time for panel in panels) else f"; GB/s of {floor_of(run)}"
-    where = summary.machine_of(run) + floor + ("" if panels[0].on_gpu else "; eager wall time")
+    where = f"{summary.machine_of(run)}{floor}" if panels[0].on_gpu else f"torch on a CPU{floor}; eager wall time"
     shared = all(panel.axis != "shape" and not panel.in_time for panel in panels)
     whole = alt.concat(*charts, columns=2, title=where).resolve_scale(y="shared" if shared else "independent")
     return whole.to_dict(validate=VALIDATE)
+
+
+def pictures(runs: Sequence[Run]) -> dict[str, Any]:
+    """The pictures of runs, each with a legend of its own, one below another."""
+    first, *others = map(picture, runs)
+    if not others:
+        return first
+    each_its_own = {"scale": dict.fromkeys(("color", "shape", "strokeDash"), "independent")}
+    return {"vconcat": [bare(each) for each in (first, *others)], "spacing": 40, "resolve": each_its_own}
 
 
 def drawn(spec: dict[str, Any], suffix: str, scale: float) -> bytes:

@@ -51,9 +51,9 @@ def _slowest(of: FirstCall) -> str:
 
 def apart(first_calls: Sequence[FirstCall]) -> str:
     """What is no part of the calls' seconds, in words."""
-    spans = (
-        f"{min(seconds):.1f} to {max(seconds):.1f} s"
+    spans = [
+        sorted({f"{each:.1f}" for each in seconds}, key=float)
         for seconds in ([each.import_s for each in first_calls], [each.context_s for each in first_calls])
-    )
-    imports, context = spans
+    ]
+    imports, context = (" to ".join(dict.fromkeys((span[0], span[-1]))) + " s" for span in spans)
     return f"Before its first call, a process took {imports} to import, and {context} to make CUDA's context."

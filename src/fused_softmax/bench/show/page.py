@@ -17,6 +17,7 @@ from fused_softmax.bench.results import fingerprint, record
 from fused_softmax.bench.results.record import Run
 from fused_softmax.bench.show import charts, first_calls, summary
 from fused_softmax.core import files
+from fused_softmax.core.described import number_of
 
 # Colours for a white page, and their replacements on a black one.
 DARK = {charts.INK: "#e8e6e1"} | {each.look.colour: each.look.dark for each in PROVIDERS if each.look.dark}
@@ -50,12 +51,12 @@ class Part:
     @property
     def about(self) -> str:
         """What it holds, in a line."""
-        names = ("shape", "shapes"), ("dtype", "dtypes"), ("implementation", "implementations")
         points, first = self.run.points, self.run.first_calls
         if first:
-            return f"{len(first)} processes, {sum(len(each.kernels) for each in first)} kernels compiled"
+            kernels = number_of(sum(len(each.kernels) for each in first), "kernel")
+            return f"{number_of(len(first), 'process', 'processes')}, {kernels} compiled"
         counts = (len({each(p) for p in points}) for each in (_shape, lambda p: p.dtype, lambda p: p.provider))
-        return ", ".join(f"{n} {several if n != 1 else one}" for n, (one, several) in zip(counts, names, strict=True))
+        return ", ".join(map(number_of, counts, ("shape", "dtype", "implementation")))
 
     @property
     def peers(self) -> list[str]:

@@ -14,11 +14,14 @@ from fused_softmax.core import files
 SOURCE = "figures of fused-softmax bench "
 
 
-def plot(run: Run, path: Path) -> None:
-    """Draw the run's figures, one panel for each operation and dtype, as the path's suffix says."""
+def plot(run: Run, path: Path, beside: Run | None = None) -> None:
+    """Draw the run's figures, one panel for each operation and dtype, as the path's suffix says.
+
+    beside: a run whose figures stand below these.
+    """
     from fused_softmax.bench.show import charts
 
-    image = charts.drawn(charts.picture(run), path.suffix, scale=1.5)
+    image = charts.drawn(charts.pictures([run, *([beside] if beside else [])]), path.suffix, scale=1.5)
     files.write_whole(path, signed(image, path.suffix, f"{SOURCE}{digest(run)}"))
 
 

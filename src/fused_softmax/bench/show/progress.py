@@ -1,18 +1,28 @@
 """What a terminal shows while a command works."""
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fused_softmax.interrupt import Leaving
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 def _on_terminal() -> bool:
     """Whether stderr is one; it is None where it is closed."""
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def spinner(console: "Console") -> str:
+    """The name of the spinner that the console can show."""
+    return "dots" if console.encoding.startswith("utf") else "line"
 
 
 @contextmanager
@@ -26,8 +36,9 @@ def busy(what: str) -> Iterator[Callable[[str], None]]:
     from rich.spinner import Spinner
 
     # rich would send what is printed to stdout to stderr.
+    console = Console(stderr=True)
     options: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
-    with Live(Spinner("dots", what), console=Console(stderr=True), **options) as live:
+    with Live(Spinner(spinner(console), what), console=console, **options) as live:
 
         def say(text: str) -> None:
             live.stop()
@@ -35,6 +46,32 @@ def busy(what: str) -> Iterator[Callable[[str], None]]:
             live.start()
 
         yield say
+
+
+EVERY = 10  # seconds between the lines of what is no terminal
+
+
+def counted(what: str, paths: Sequence[Path]) -> Iterator[Path]:
+    """The paths one after another, with a bar on stderr; where that is no terminal, with a line now and then."""
+    if not _on_terminal():
+        last = time.monotonic()
+        for done, path in enumerate(paths):
+            if time.monotonic() - last > EVERY:
+                last = time.monotonic()
+                click.echo(f"{what}: {done} of {len(paths)}", err=True)
+            yield path
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    options: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Progress(*columns, console=Console(stderr=True), **options) as progress:
+        task = progress.add_task(what, total=len(paths))
+        for path in paths:
+            progress.update(task, description=f"{what}: {path.name}")
+            yield path
+            progress.advance(task)
 
 
 @contextmanager

@@ -7,14 +7,18 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
+from fused_softmax.bench import cases
 from fused_softmax.bench.cases import Case, in_time
+from fused_softmax.bench.catalog import OWN, TORCH
 from fused_softmax.bench.entries.attention_kinds import flops
 from fused_softmax.bench.results.compare import Comparison
 from fused_softmax.bench.results.record import FirstCall, Point, Run, ceiling_of, floor_of, rows_only, without_figure
 from fused_softmax.bench.show import first_calls
 from fused_softmax.classic.naive import naive_traffic
+from fused_softmax.core.described import number_of
 from fused_softmax.core.plan import Device, RowPlan
 from fused_softmax.ops.attention.plan.hopper import plan_hopper
 from fused_softmax.ops.attention.plan.sdpa import Pass, entry_of
@@ -27,13 +31,18 @@ WORDS = ("", "case", "operation", "dtype", "provider", "clock")  # columns that 
 CONSUMER_ROWS = 64  # of each consumer of `HopperTiles`: a test holds it to the kernels' own
 
 
-def print_head(run: Run, console: Console, gpu: bool) -> None:
+def print_head(run: Run, console: Console) -> None:
     env = run.environment
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton", "python"))
     say(console, f"{env['gpu']['name'] if env['gpu'] else 'no GPU'}; {versions}")
-    if not gpu:
-        path = "fused_softmax is timed by torch's path, which it takes on a CPU."
-        say(console, f"{path} Its kernels are compared under Triton's interpreter and not timed.")
+
+
+def print_who_computes(console: Console, providers: Sequence[str], timed: bool) -> None:
+    """Without a GPU: what the figures are of. providers: those that are measured."""
+    so = f"{OWN} is timed by them" if OWN in providers else f"{TORCH}'s times are also {OWN}'s"
+    say(console, f"On a CPU torch computes: this package calls torch's operations there, so {so}.")
+    if timed:
+        say(console, "Its kernels do not run here. --verify-only compares them under Triton's interpreter.")
 
 
 def print_run(run: Run, console: Console) -> None:
@@ -78,7 +87,7 @@ def print_table(
         if with_ceiling:
             cells.append(next((top(point) for point in points.values() if point.ceiling), ""))
         table.add_row(str(case), *cells)
-    console.print(table)
+    show(console, table)
     console.print()
 
 
@@ -89,7 +98,7 @@ def print_first_calls(found: Sequence[FirstCall], console: Console) -> None:
     table.add_column(heads[-1], overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    show(console, table)
     say(console, first_calls.apart(found))
 
 
@@ -144,10 +153,10 @@ def print_without_figure(run: Run, console: Console) -> None:
             say(console, f"{point.provider} hands {point.case} to cuDNN: {' and '.join(handed)}.")
     buffers = sorted({point.buffers for point in run.points if point.buffers})
     if buffers:
-        span = f"{buffers[0]} to {buffers[-1]}" if buffers[1:] else str(buffers[0])
         l2 = run.environment["gpu"]["l2_bytes"]
         warm = sorted({p.case.size for p in run.points if p.rotated_bytes and p.rotated_bytes <= 4 * l2})
-        say(console, f"Kernel figures rotate over {span} sets of inputs and outputs.")
+        sets = f"{buffers[0]} to {buffers[-1]} sets" if buffers[1:] else number_of(buffers[0], "set")
+        say(console, f"Kernel figures rotate over {sets} of inputs and outputs.")
         if warm:
             say(console, f"Read partly from L2, too small to rotate over four times its size: {', '.join(warm)}.")
     if throttled := sorted({reason for p in run.points for reason in (p.clocks or {}).get("throttled", ())}):
@@ -175,6 +184,21 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def show(console: Console, table: Table) -> None:
+    """Print a table. On a terminal too narrow for its words, a row goes on in the next line: no word is folded."""
+    for column in table.columns:
+        words = [word for cell in (column.header, *column.cells) for word in str(cell).split()]
+        column.min_width = max(map(len, words), default=0)
+    if _least_width(console, table) > console.width:
+        table.box = None
+        table.width = max(console.width, _least_width(console, table))
+    console.print(table, crop=False)
+
+
+def _least_width(console: Console, table: Table) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).minimum
+
+
 def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
 
@@ -189,7 +213,7 @@ def print_comparison(found: Comparison, console: Console, everything: bool) -> N
         for each in shown:
             times = (f"{figure.p50_us:.2f}" for figure in (each.before, each.after))
             table.add_row(str(each.case), each.provider, each.clock, *times, f"{each.factor:.3f}", each.verdict)
-        console.print(table)
+        show(console, table)
     for lost in found.lost:
         say(console, f"{lost.provider} at {lost.case}: had a figure, now {lost.status}: {lost.message}")
     if found.changes:
@@ -197,13 +221,17 @@ def print_comparison(found: Comparison, console: Console, everything: bool) -> N
         table = new_table(console, *heads)
         for key, (mean, count, faster, slower) in found.means().items():
             table.add_row(*key, str(count), str(faster), str(slower), f"{mean:.3f}")
-        console.print(table)
-    say(console, "; ".join([f"{len(found.changes) + len(found.lost)} points compared", *only_in_one(found)]))
+        show(console, table)
+    say(
+        console,
+        "; ".join([f"{number_of(len(found.changes) + len(found.lost), 'point')} compared", *only_in_one(found)]),
+    )
 
 
 def only_in_one(found: Comparison) -> list[str]:
     """How many points one of the runs has alone, in words."""
-    return [f"{n} only {when}" for n, when in ((found.only_before, "before"), (found.only_after, "after")) if n]
+    counts = (found.only_before, "first"), (found.only_after, "second")
+    return [f"{number_of(n, 'point is', 'points are')} only in the {which} file" for n, which in counts if n]
 
 
 def new_table(console: Console, *heads: str) -> Table:
@@ -245,6 +273,9 @@ def attention_facts(shape: Sequence[int], itemsize: int, device: Device) -> dict
     """
     *heads, length, dim = shape
     found: dict[str, Any] = {"device": device.name, "shape": " x ".join(map(str, shape)), "itemsize": itemsize}
+    if itemsize == cases.ITEMSIZE["float64"]:
+        why = "torch's operations: no kernel of attention takes float64"
+        return found | dict.fromkeys(("plain forward", "plain backward"), why)
     gluon = gluon_tiles(length, dim, itemsize, device)
     ours = f"the {'Gluon' if gluon else 'plain'} kernels, by these tiles"
     passes: tuple[Pass, ...] = ("forward", "backward")
@@ -256,7 +287,8 @@ def attention_facts(shape: Sequence[int], itemsize: int, device: Device) -> dict
     for extras, what in enumerate(("nothing done to scores", "one thing, as a bias", "two or more")):
         plan = plan_attention(dim, dim, itemsize, length, length, device, extras)
         found[f"plain kernels, {what}"] = {
-            kernel: f"{each.block_m} queries x {each.block_n} keys, {each.num_warps} warps, {each.num_stages} stages"
+            kernel: f"{each.block_m} queries x {each.block_n} keys, {number_of(each.num_warps, 'warp')}, "
+            + number_of(each.num_stages, "stage")
             for kernel, each in vars(plan).items()
             if isinstance(each, Tiles)
         }
@@ -281,7 +313,9 @@ def gluon_tiles(length: int, dim: int, itemsize: int, device: Device) -> dict[st
     ):
         plan = plan_hopper(dim, dim, itemsize, length, device, kernel)
         if not isinstance(plan, str):
-            found[kernel] = f"{plan.consumers * CONSUMER_ROWS} {mine} x {plan.block} {by}, {plan.stages} stages"
+            found[kernel] = (
+                f"{plan.consumers * CONSUMER_ROWS} {mine} x {plan.block} {by}, {number_of(plan.stages, 'stage')}"
+            )
     return found
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fused_softmax.ops.attention.call import Call, Launch, Tensors
-from fused_softmax.ops.attention.kernels.gradient import _bias_gradient
 from fused_softmax.ops.attention.layout import blocks
 
 _PART_BYTES = 2**26  # of the parts of a gradient, at most
@@ -38,6 +37,8 @@ class BiasGradient:
 
 def prepare_bias(c: Call, name: str, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> BiasGradient:
     """name: "mask" or "bias", and dtype: of which the gradient is."""
+    from fused_softmax.ops.attention.kernels.gradient import _bias_gradient
+
     pattern, tiles, shape = c.patterns[name], c.plan.bias, c.own[name]
     if 0 in pattern.sizes:
         return BiasGradient(None, shape, 1, dtype, dtype, device)

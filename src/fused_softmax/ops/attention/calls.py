@@ -30,10 +30,7 @@ from fused_softmax.ops.attention.call import (
     widened,
 )
 from fused_softmax.ops.attention.hopper_bias import GradientsByDs, StoredDs, stored_ds_plan
-from fused_softmax.ops.attention.kernels.forward import _attention
-from fused_softmax.ops.attention.kernels.gradient import _delta, _keys_gradient, _queries_gradient
 from fused_softmax.ops.attention.kernels.spec import GRANULE
-from fused_softmax.ops.attention.kernels.stats import _column_sums
 from fused_softmax.ops.attention.layout import blocks, maker
 from fused_softmax.ops.attention.options import Attention
 from fused_softmax.ops.attention.plan.hopper import HopperTiles
@@ -86,6 +83,8 @@ class _ByLaunch:
 
 
 def _by_launch(prepare: Callable[[Forward, Any], Launch], asked: Forward, plan: Any) -> _ByLaunch:
+    from fused_softmax.ops.attention.kernels.stats import _column_sums
+
     c, launch = asked.call, prepare(asked, plan)
     if asked.tensors["sums"] is None or not c.n_keys:
         return _ByLaunch(c, asked.made, launch, (), None, asked.widens)
@@ -97,6 +96,8 @@ def _by_launch(prepare: Callable[[Forward, Any], Launch], asked: Forward, plan: 
 
 
 def _prepare_plain(asked: Forward, tiles: Tiles) -> Launch:
+    from fused_softmax.ops.attention.kernels.forward import _attention
+
     c = asked.call
     programs, how = blocks(c.n_queries, tiles.block_m) * c.all_heads, c.how
     return c.prepare(_attention, programs, tiles, asked.tensors, capped=True, entropy=how.entropy, row_max=how.row_max)
@@ -109,6 +110,8 @@ def _of_record(c: Call, device: torch.device) -> Callable[[], Tensor]:
 
 def _prepare_delta(c: Call, tensors: Tensors) -> Launch:
     """`_delta` on those of its tensors that there are."""
+    from fused_softmax.ops.attention.kernels.gradient import _delta
+
     tiles, programs = Tiles(GRANULE, 32, 4, 1), blocks(c.n_queries, GRANULE) * c.all_heads
     return c.prepare(_delta, programs, tiles, tensors, {"n_padded": hopper.rows_shape(c)[-1]})
 
@@ -229,12 +232,16 @@ def _of_ds(asked: Backward, device: torch.device) -> Callable[[], Tensor]:
 
 def _plain_keys(c: Call, tiles: Tiles, tensors: Tensors) -> list[Preparing]:
     """Two launches, of which one has nothing to do: `coarse` says which."""
+    from fused_softmax.ops.attention.kernels.gradient import _keys_gradient
+
     programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * c.key_heads
     of_keys = partial(c.prepare, _keys_gradient, programs, tiles, tensors)
     return [partial(of_keys, recorded=recorded) for recorded in (False, True)]
 
 
 def _plain_queries(c: Call, tiles: Tiles, tensors: Tensors) -> list[Preparing]:
+    from fused_softmax.ops.attention.kernels.gradient import _queries_gradient
+
     programs, stores_ds = blocks(c.n_queries, tiles.block_m) * c.all_heads, tensors["ds"] is not None
     return [partial(c.prepare, _queries_gradient, programs, tiles, tensors, capped=True, stores_ds=stores_ds)]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fused_softmax.ops.attention import hopper
 from fused_softmax.ops.attention.call import Backward, Call, Launch, Tensors
-from fused_softmax.ops.attention.kernels.hopper.ds import _product_and_sum
 from fused_softmax.ops.attention.layout import blocks
 from fused_softmax.ops.attention.plan.hopper import VECTOR, HopperTiles
 from fused_softmax.ops.attention.plan.tiles import plan_ds
@@ -153,6 +152,8 @@ def _prepare_both(c: Call, tensors: Tensors, first_head: int) -> _Both | None:
 
     tensors: those of a pass; dS is of the heads of keys from first_head.
     """
+    from fused_softmax.ops.attention.kernels.hopper.ds import _product_and_sum
+
     ds: Any = tensors["ds"]
     heads, width = ds.shape[1], ds.shape[3]
     tiles = plan_ds(c.head_dim, c.n_keys)

@@ -14,9 +14,7 @@ from torch import Tensor
 from fused_softmax.core import workspace
 from fused_softmax.ops.attention.call import NAMES, Backward, Call, Forward, Gradients, Launch, Wanted
 from fused_softmax.ops.attention.hopper import LOG2E, maps_of, untiled
-from fused_softmax.ops.attention.kernels.decode import _decode
 from fused_softmax.ops.attention.kernels.hopper.spec import ROWS, WindowSpec
-from fused_softmax.ops.attention.kernels.short import _short, _short_gradient
 from fused_softmax.ops.attention.kernels.spec import NO_MASK
 from fused_softmax.ops.attention.layout import blocks, maker
 from fused_softmax.ops.attention.plan.hopper import LEAST, REGISTERS, STAGES, WindowPlan, plan_window
@@ -34,6 +32,8 @@ def decode_plan(asked: Forward) -> DecodePlan | str:
 
 
 def prepare_decode(asked: Forward, plan: DecodePlan) -> Launch:
+    from fused_softmax.ops.attention.kernels.decode import _decode
+
     c = asked.call
     groups = c.n_batches * c.key_heads
     skips = c.spec.skips and not (c.spec.mask_rows or c.strides_of("mask")[2])  # rows are of several queries and heads
@@ -68,6 +68,8 @@ def short_plan(asked: Forward) -> ShortPlan | str:
 
 
 def prepare_short(asked: Forward, plan: ShortPlan) -> Launch:
+    from fused_softmax.ops.attention.kernels.short import _short
+
     c = asked.call
     return c.prepare(
         _short, c.n_heads * plan.parts, plan.tiles, asked.tensors, {"steps": plan.steps}, plan=plan, **_held(c)
@@ -101,6 +103,8 @@ def short_gradient_plan(asked: Backward) -> ShortPlan | str:
 
 
 def prepare_short_gradient(asked: Backward, plan: ShortPlan) -> "_ShortGradient":
+    from fused_softmax.ops.attention.kernels.short import _short_gradient
+
     c, device = asked.call, asked.given.query.device
     keys = (*c.lead, c.n_heads, c.n_keys)
     shapes = (*c.rows, c.head_dim), (*keys, c.head_dim), (*keys, c.value_dim)

@@ -6,7 +6,6 @@ Traffic: with a gradient, reduction mean or sum reads the logits once and writes
 """
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core.calls import find, keep
+from fused_softmax.core.checks import CHECK
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import LOSS, refusing
 from fused_softmax.core.options import by_environment, refuse_batch_invariant
@@ -53,8 +53,6 @@ from fused_softmax.ranks.peers import UNEVEN, Peers, known
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
-
-CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 
 
 def cross_entropy(
@@ -128,8 +126,8 @@ def cross_entropy(
         ranks have as many as each other.
     transport: with group: how ranks talk to each other: "collective" by one all_gather of the group's backend; "peer"
         by memory that GPUs of one host write into each other's: in the launch that reads the logits, or in one of its
-        own with class weights, label_smoothing, return_token_stats or probabilities. None takes "peer" on two GPUs
-        where it can.
+        own with class weights, label_smoothing, return_token_stats or probabilities. None takes "peer" on up to four
+        GPUs where it can.
 
     With lse, label_smoothing, lse_square_scale, return_token_stats and probabilities raise ValueError, because they
     need more of the row.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
-from fused_softmax.core.described import described
+from fused_softmax.core.described import described, shape_of
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops.losses.cross_entropy import CHECK
@@ -331,7 +331,7 @@ def check_divergence(
     if given["target_is"] != "logits":
         for argument in _TARGETS:
             if given[argument] is not None:
-                raise ValueError(f'{name}: {argument} is of logits, and target_is is "{given["target_is"]}"')
+                raise ValueError(f'{name}: {argument} is for targets of logits, got target_is="{given["target_is"]}"')
     for argument in ("temperature", "target_temperature"):
         check_of_rows(name, input, shape, argument, given[argument])
     is_reduction(name, "reduction", reduction)
@@ -347,12 +347,12 @@ def check_divergence(
 
 def _check_shapes(input, shape, target, given, columns, rest) -> None:
     if rest not in ("renormalize", "lump"):
-        raise ValueError(f'{_NAME}: rest is "renormalize" or "lump", got {described(rest)}')
+        raise ValueError(f'{_NAME}: rest must be "renormalize" or "lump", got {described(rest)}')
     expected = tuple(input.shape)
     if columns is not None:
         expected = _check_columns(input, shape, columns, rest, given)
     elif rest != "renormalize":
-        raise ValueError(f"{_NAME}: rest is of columns, and there are none")
+        raise ValueError(f"{_NAME}: rest needs columns, got columns=None")
     if tuple(target.shape) != expected:
         of = "the input's" if columns is None else "the columns'"
         raise ValueError(f"{_NAME}: target must have {of} shape {expected}, got {tuple(target.shape)}")
@@ -381,7 +381,7 @@ def _check_columns(input: Tensor, shape: tuple[int, ...], columns: Any, rest: st
         raise RuntimeError(f"{_NAME}: columns must be on the input's device {input.device}, got {columns.device}")
     found = tuple(columns.shape)
     if len(found) != len(shape) or found[:-1] != shape[:-1] or found[-1] == 0:
-        raise ValueError(f"{_NAME}: columns must have shape {(*shape[:-1], 'k')}, got {found}")
+        raise ValueError(f"{_NAME}: columns must have shape {shape_of(*shape[:-1], 'k')}, got {found}")
     if rest == "lump" and given["target_is"] == "logits":
         raise ValueError(f'{_NAME}: rest="lump" takes a teacher\'s probabilities: target_is="log_probs" or "probs"')
     if CHECK or (readable(columns) and not on_device(input)):

@@ -16,14 +16,6 @@ from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.plan import RowPlan, plan_alone, plan_pairs, plan_reduction
 from fused_softmax.core.runner import IN_TURN, prepare, spec_of
-from fused_softmax.ops.losses.kernels.divergence import (
-    _merge_pairs,
-    _merge_sums,
-    _pair_gradient,
-    _pair_states,
-    _pair_sums,
-)
-from fused_softmax.ops.losses.kernels.divergence_held import _pair_held
 from fused_softmax.ops.losses.kernels.spec import PairNumbers, PairSpec
 from fused_softmax.ops.losses.launches import blocks_of, picked_of
 from fused_softmax.ops.losses.options import Divergence
@@ -104,6 +96,8 @@ def prepare_forward(pair: Pair, asked: Divergence, states: bool = True) -> Launc
 
     states: whether more than the divergences is read of these, such as by a gradient.
     """
+    from fused_softmax.ops.losses.kernels.divergence import _merge_pairs, _merge_sums, _pair_states, _pair_sums
+
     x, device = pair.x, pair.x.get_device()
     n_rows, n_cols = x.shape
     empty = allocator(x.device)
@@ -196,6 +190,8 @@ def _prepare_held(
     pair: Pair, dvalue: Tensor | None, value: Tensor, dx: Tensor, dy: Tensor | None, asked: Divergence
 ) -> Launched:  # fmt: skip
     """What writes divergences and gradients: call(pair, dvalue, value, dx, dy, numbers)."""
+    from fused_softmax.ops.losses.kernels.divergence_held import _pair_held
+
     device, plan = pair.x.get_device(), plan_held(pair)
     assert plan is not None
     kind = _kind(pair, asked)
@@ -250,6 +246,8 @@ def _prepare_gradient(
     pair: Pair, rows: PairRows, dvalue: Tensor, dx: Tensor, dy: Tensor | None, asked: Divergence
 ) -> Launched:  # fmt: skip
     """What writes gradients: call(pair, rows, dvalue, dx, dy, numbers)."""
+    from fused_softmax.ops.losses.kernels.divergence import _pair_gradient
+
     x, y, device = pair.x, pair.y, pair.x.get_device()
     n_rows, n_cols = x.shape
     vector = 16 // _itemsize(pair)  # of the wider one of both, and of dx, more than 16 bytes
@@ -292,6 +290,8 @@ def shard_sums(pair: Pair, rows: PairRows, asked: Divergence) -> Tensor:
 
 def _prepare_sums(pair: Pair, rows: PairRows, asked: Divergence) -> Launched:
     """call(pair, rows, numbers) -> [2, n]"""
+    from fused_softmax.ops.losses.kernels.divergence import _merge_sums, _pair_sums
+
     x, device = pair.x, pair.x.get_device()
     n_rows, n_cols = x.shape
     empty = allocator(x.device)

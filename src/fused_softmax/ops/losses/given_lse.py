@@ -10,7 +10,6 @@ from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched, compose, of_rows
 from fused_softmax.core.runner import TLDTYPES, has_ptx
-from fused_softmax.ops.losses.kernels.online import _loss_given_lse
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import Given, LossRows, given_of
 from fused_softmax.ops.losses.options import Loss
@@ -37,6 +36,8 @@ def forward_given_lse(x: Tensor, target: Tensor, lse: Tensor, loss: Loss, dtype:
 
 def prepare_given_lse(given: Given, lse: Tensor, loss: Loss, dtype: torch.dtype | None) -> Launched:
     """What runs the kernel on tensors like these: call(given, numbers, lse) -> LossRows."""
+    from fused_softmax.ops.losses.kernels.online import _loss_given_lse
+
     x, device = given.x, given.x.get_device()
     n_rows, n_classes = x.shape
     dtype, empty = dtype or arithmetic_of(x), allocator(x.device)

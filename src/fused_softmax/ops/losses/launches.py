@@ -22,9 +22,6 @@ from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_alone, alignment_of, rows_alone
 from fused_softmax.core.plan import RowPlan, plan_loss, plan_reduction
 from fused_softmax.core.runner import overlaps, prepare, spec_of
-from fused_softmax.ops.losses.kernels.gradient import _gradient
-from fused_softmax.ops.losses.kernels.held import _part_loss, _tile_loss
-from fused_softmax.ops.losses.kernels.online import _merge_losses, _online_loss
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.options import LOSS_NUMBERS, READ_NUMBERS, Loss, read_numbers
 
@@ -125,6 +122,8 @@ def _spec(x: Tensor, plan: RowPlan, loss: Loss, **fields: Any) -> LossSpec:
 
 def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, follows) -> Launched:
     """Rows that wait in registers until their gradient is written, or that are short."""
+    from fused_softmax.ops.losses.kernels.held import _part_loss, _tile_loss
+
     x, dx, tile = given.x, given.dx, plan.strategy == "tile"
     gradient = {} if dx is None else {
         "gradient": True, "inplace": dx.data_ptr() == x.data_ptr(),
@@ -215,6 +214,8 @@ def picked_of(tensors):
 
 def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
     """Losses tile by tile, and the states of a row's parts merged; a gradient that is wanted makes a second read."""
+    from fused_softmax.ops.losses.kernels.online import _merge_losses, _online_loss
+
     x, device, parts, stats = given.x, given.x.get_device(), plan.parts, loss.stats
     arithmetic, empty = arithmetic_of(x), allocator(x.device)
     spec = replace(
@@ -313,6 +314,8 @@ def gradient_key(loss: Loss, totals: Tensor | None) -> tuple[str, tuple]:
 
 def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | None = None) -> Launched:
     """What writes the gradient: call(given, (m, ls, dy, dz, dlse), numbers) -> dx, a new one if none is given."""
+    from fused_softmax.ops.losses.kernels.gradient import _gradient
+
     x, totals, writes, empty = given.x, given.totals, given.dx is not None, allocator(given.x.device)
     device, dtype, (n_rows, n_classes) = x.get_device(), x.dtype, x.shape
     dx = given.dx if given.dx is not None else empty((n_rows, n_classes), (n_classes, 1), dtype)

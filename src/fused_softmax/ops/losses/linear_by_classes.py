@@ -23,13 +23,6 @@ from fused_softmax.core.device import device_of
 from fused_softmax.core.plan import VECTOR_BYTES
 from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses.kernels.spec import LossSpec
-from fused_softmax.ops.losses.kernels.transposed import (
-    _merge_token_stats,
-    _token_gradient,
-    _token_losses,
-    _token_states,
-    _token_stats,
-)
 from fused_softmax.ops.losses.launches import LossRows
 from fused_softmax.ops.losses.options import Loss
 
@@ -246,6 +239,8 @@ class Tokens:
 
     def read(self, logits: Tensor, first: int) -> None:
         """Take the states of a block of logits from class `first` on."""
+        from fused_softmax.ops.losses.kernels.transposed import _token_states, _token_stats
+
         parts, part_classes = self._parts(len(logits))
         tensors = {
             "x": logits, "bias": self.bias, "target": self.target, "weight": self.loss.weight,
@@ -263,6 +258,8 @@ class Tokens:
 
     def finish(self, with_lse: bool = False) -> tuple[LossRows, Tensor | None]:
         """The losses and all else but m and ls, and lse, by all states; it also makes what the gradient needs."""
+        from fused_softmax.ops.losses.kernels.transposed import _token_losses
+
         loss = self.loss
         losses, z = self._empty(self.n), self._empty(self.n) if loss.lse_square_scale else None
         lse = self._empty(self.n) if with_lse else None
@@ -283,6 +280,8 @@ class Tokens:
 
     def _merged_stats(self) -> tuple[Tensor, Tensor]:
         """The entropy and the likeliest class of every token."""
+        from fused_softmax.ops.losses.kernels.transposed import _merge_token_stats
+
         entropy, predicted = self._empty(self.n), self._empty(self.n, dtype=torch.int64)
         states = {"m": self.states["m"], "s": self.states["s"], **self.stats}
         tensors = {**states, "entropy": entropy, "predicted": predicted}
@@ -293,6 +292,8 @@ class Tokens:
 
     def write_gradient(self, logits: Tensor, first: int) -> None:
         """The gradient of a block of logits from class `first` on, over them."""
+        from fused_softmax.ops.losses.kernels.transposed import _token_gradient
+
         parts, part_classes = self._parts(len(logits))
         tensors = {
             "x": logits, "bias": self.bias, "weight": self.loss.weight, "numbers": self.numbers,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
+from fused_softmax.core.described import shape_of
 from fused_softmax.core.route import Route, needs_grad, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses.divergence import check_divergence, divergence, reduced
@@ -230,9 +231,8 @@ def _check_teacher(input, linear_weight, target_input, target_weight, target_bia
             raise RuntimeError(f"{_NAME}: {argument} requires grad, and a teacher gets none; give {argument}.detach()")
     leading, n_classes = tuple(input.shape[:-1]), linear_weight.shape[0]
     if target_input.ndim == 0 or tuple(target_input.shape[:-1]) != leading:
-        raise ValueError(
-            f"{_NAME}: target_input must have shape {(*leading, 'target features')}, got {tuple(target_input.shape)}"
-        )
+        wanted, got = shape_of(*leading, "target_features"), tuple(target_input.shape)
+        raise ValueError(f"{_NAME}: target_input must have shape {wanted}, got {got}")
     expected = n_classes, target_input.shape[-1]
     if tuple(target_weight.shape) != expected:
         raise ValueError(f"{_NAME}: target_weight must have shape {expected}, got {tuple(target_weight.shape)}")

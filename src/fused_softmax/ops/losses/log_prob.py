@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_softmax.core.calls import bump_version, find, keep
 from fused_softmax.core.checks import DTYPES, arithmetic_of
-from fused_softmax.core.described import described
+from fused_softmax.core.described import described, shape_of
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import refuse, refusing, saved_of
 from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
@@ -79,9 +79,10 @@ class LogProbStats(NamedTuple):
     tensor([True])
     """
 
-    log_sum_sq_probs: Tensor | None = None
-    mean_logits: Tensor | None = None
-    is_top1: Tensor | None = None
+    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    log_sum_sq_probs: Tensor | Any = None
+    mean_logits: Tensor | Any = None
+    is_top1: Tensor | Any = None
 
 
 class LogProbOutput(NamedTuple):
@@ -94,9 +95,10 @@ class LogProbOutput(NamedTuple):
     """
 
     log_prob: Tensor
-    entropy: Tensor | None = None
-    lse: Tensor | None = None
-    stats: LogProbStats | None = None
+    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    entropy: Tensor | Any = None
+    lse: Tensor | Any = None
+    stats: LogProbStats | Any = None
 
 
 def log_prob(
@@ -158,7 +160,7 @@ def log_prob(
     n_classes, shard_sizes: as cross_entropy's.
     transport: with group: how ranks tell each other at most 6 numbers a row and 2 a target: "collective" by one
         all_gather of the group's backend; "peer" by memory that GPUs of one host write into each other's, in a launch
-        of its own. None takes "peer" on two GPUs where it can.
+        of its own. None takes "peer" on up to four GPUs where it can.
 
     A DTensor may lie in shards of its classes or rows. Results are DTensors too, which lie as the rows do. Targets,
     temperatures and kept may be plain tensors, the same on all ranks, where no rows lie in shards. Where some do, kept
@@ -234,7 +236,7 @@ def wanted_of(entropy: bool, lse: bool, stats: Any, name: str) -> Asked:
         raise TypeError(f"{name}: return_stats must be a sequence of names, not {described(stats)}")
     for each in stats:
         if each not in STATS:
-            raise ValueError(f"{name}: return_stats knows {', '.join(STATS)}; got {described(each)}")
+            raise ValueError(f"{name}: return_stats must be names among {', '.join(STATS)}, got {described(each)}")
     return Asked(bool(entropy), bool(lse), *(each in stats for each in STATS))
 
 
@@ -372,7 +374,7 @@ def checked(
     several = target.ndim == len(shape) and target.shape[-1] > 0
     if tuple(target.shape[: len(leading)]) != leading or not (target.ndim == len(leading) or several):
         raise ValueError(
-            f"{name}: target must have shape {leading} or {(*leading, 'k')} for logits of shape {shape}, "
+            f"{name}: target must have shape {leading} or {shape_of(*leading, 'k')} for logits of shape {shape}, "
             f"got {tuple(target.shape)}"
         )
     if target.device != input.device:

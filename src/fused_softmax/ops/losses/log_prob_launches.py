@@ -19,7 +19,6 @@ from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of
 from fused_softmax.core.plan import RowPlan, plan_alone, plan_reduction
 from fused_softmax.core.runner import prepare, spec_of
-from fused_softmax.ops.losses.kernels.log_prob import _log_prob_gradient, _log_probs, _merge_log_probs
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import blocks_of, picked_of, with_whole_rows
 from fused_softmax.ops.losses.options import EVERY, Kept, LogProb
@@ -146,6 +145,8 @@ def forward(given: GivenLogits, options: LogProb, asked: Asked) -> LogProbRows:
 
 def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: RowPlan | None = None) -> Launched:
     """What runs the kernels on tensors like these: call(given, numbers) -> LogProbRows."""
+    from fused_softmax.ops.losses.kernels.log_prob import _log_probs, _merge_log_probs
+
     x, device = given.x, given.x.get_device()
     n_rows, n_cols = x.shape
     several, arithmetic, empty = tuple(given.target.shape[1:]), arithmetic_of(x), allocator(x.device)
@@ -277,6 +278,8 @@ def gradient_key(options: LogProb, over: bool, of_given: tuple) -> tuple[str, tu
 
 def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb, over: bool) -> Launched:
     """What writes the gradient: call(given, dx, (m, ls, entropy, and those of the results), numbers) -> dx."""
+    from fused_softmax.ops.losses.kernels.log_prob import _log_prob_gradient
+
     x, device, x_dtype = given.x, given.x.get_device(), given.x.dtype
     n_rows, n_cols = x.shape
     plan = plan_reduction(

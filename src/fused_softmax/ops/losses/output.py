@@ -1,7 +1,7 @@
 """The results of a cross-entropy: its loss alone, or a CrossEntropyOutput of all that was asked for."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,9 +44,10 @@ class CrossEntropyOutput(NamedTuple):
     """
 
     loss: Tensor
-    lse: Tensor | None = None
-    z_loss: Tensor | None = None
-    token_stats: TokenStats | None = None
+    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    lse: Tensor | Any = None
+    z_loss: Tensor | Any = None
+    token_stats: TokenStats | Any = None
 
 
 class Wanted(NamedTuple):

@@ -13,7 +13,6 @@ from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose, of_rows
 from fused_softmax.core.runner import TLDTYPES, overlapping, overlaps
-from fused_softmax.ops.losses.kernels.gradient import _finish, _multiply, _totals
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import LossRows, picked_of, ticket_of
 from fused_softmax.ops.losses.options import Loss
@@ -33,6 +32,8 @@ def totals_of(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) ->
 
 def prepare_totals(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Launched:
     """What counts targets like these: call(target, weight) -> totals."""
+    from fused_softmax.ops.losses.kernels.gradient import _totals
+
     n_rows, empty = target.numel(), allocator(target.device)
     parts = totals_parts(n_rows)
     totals = empty((2, parts), (parts, 1), dtype)
@@ -81,6 +82,8 @@ def prepare_finish(
 
     target: to be counted for a mean, instead of totals.
     """
+    from fused_softmax.ops.losses.kernels.gradient import _finish
+
     values, z = rows.loss, rows.z
     weight = None if target is None else loss.weight
     empty, device, summed = allocator(values.device), values.get_device(), values.dtype
@@ -130,6 +133,8 @@ def multiply(dx: Tensor, factor: Tensor) -> Tensor:
 
 def prepare_multiply(dx: Tensor, factor: Tensor) -> Launched:
     """What multiplies in place: call(dx, factor)."""
+    from fused_softmax.ops.losses.kernels.gradient import _multiply
+
     if not dx.is_contiguous():  # logits whose rows lie apart, and are overwritten
         return compose(lambda _: _multiply_apart, n=len(dx))
     sm_count, per_row = device_of(dx.get_device()).sm_count, dx.numel() // max(dx.shape[0], 1)

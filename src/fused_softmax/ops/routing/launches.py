@@ -10,8 +10,6 @@ from fused_softmax.core import launch, workspace
 from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose, of_rows
-from fused_softmax.ops.routing.kernels.forward import _route
-from fused_softmax.ops.routing.kernels.gradient import _route_gradient
 from fused_softmax.ops.routing.kernels.spec import BESIDE, LANES, RouteSpec
 from fused_softmax.ops.routing.options import Routing
 from fused_softmax.ops.routing.plan import RoutePlan, plan_route
@@ -103,6 +101,8 @@ def forward(given: RouteRows, options: Routing, states: bool) -> RoutedRows:
 
 def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RoutePlan | None = None) -> Launched:
     """What routes rows like these: call(*given) -> RoutedRows."""
+    from fused_softmax.ops.routing.kernels.forward import _route
+
     x, noise = given.x, given.noise
     (n_rows, n_experts), device, empty = x.shape, x.get_device(), allocator(x.device)
     sequences = options.sequence_length if options.return_aux_loss else None
@@ -219,6 +219,8 @@ def prepare_gradient(
     given: RouteRows, rows: RoutedRows, of_results: OfResults, options: Routing, plan: RoutePlan | None = None
 ) -> Launched:
     """What writes the gradient of rows like these: call(given, rows, of_results) -> dx."""
+    from fused_softmax.ops.routing.kernels.gradient import _route_gradient
+
     x, noise = given.x, given.noise
     (n_rows, n_experts), device, empty, dtype = x.shape, x.get_device(), allocator(x.device), x.dtype
     sequences = options.sequence_length if options.return_aux_loss else None

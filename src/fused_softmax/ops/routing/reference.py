@@ -42,11 +42,12 @@ class RouteOutput(NamedTuple):
 
     weights: Tensor
     indices: Tensor
-    counts: Tensor | None = None
-    prob_sums: Tensor | None = None
-    aux_loss: Tensor | None = None
-    z_loss: Tensor | None = None
-    dense: Tensor | None = None
+    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    counts: Tensor | Any = None
+    prob_sums: Tensor | Any = None
+    aux_loss: Tensor | Any = None
+    z_loss: Tensor | Any = None
+    dense: Tensor | Any = None
 
 
 class Sums(NamedTuple):

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
-from fused_softmax.ops.sampling.kernels.kept import _stretches
-from fused_softmax.ops.sampling.kernels.report import _report
 from fused_softmax.ops.sampling.launches import (
     FEW,
     STRETCH,
@@ -56,6 +54,9 @@ def prepare_report(
     processed: bool, plan: DrawPlan | None,
 ) -> Callable:  # fmt: skip
     """What finds of draws like these the log-probabilities of the token and of the greatest, and its rank."""
+    from fused_softmax.ops.sampling.kernels.kept import _stretches
+    from fused_softmax.ops.sampling.kernels.report import _report
+
     n_rows, n_cols = logits.shape
     n_draws, n_top = n_rows if options.row_indices is None else len(options.row_indices), options.top_logprobs
     index, empty, returns_rank = logits.get_device(), allocator(logits.device), options.return_rank

@@ -11,10 +11,7 @@ from fused_softmax.core import launch
 from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
 from fused_softmax.core.runner import overlapping, overlaps
-from fused_softmax.ops.sampling.kernels.judged import _judge, _sum_kept, _write_kept
-from fused_softmax.ops.sampling.kernels.kept import _stretches
 from fused_softmax.ops.sampling.kernels.spec import SampleSpec
-from fused_softmax.ops.sampling.kernels.wide import _bound, _weigh
 from fused_softmax.ops.sampling.launches import (
     READ,
     STRETCH,
@@ -121,6 +118,10 @@ def _spec_of(plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, 
 
 
 def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int, bounded: bool) -> list:
+    from fused_softmax.ops.sampling.kernels.judged import _judge, _sum_kept
+    from fused_softmax.ops.sampling.kernels.kept import _stretches
+    from fused_softmax.ops.sampling.kernels.wide import _bound, _weigh
+
     n_parts, n_wide = -(-plan.n_cols // (STRETCH * plan.stretches)), plan.n_draws * plan.wide_parts
     cut, follows = (plan.wide_parts, plan.wide_stretches), overlaps(index)
     spec = replace(spec, leads=follows)
@@ -185,6 +186,8 @@ def _of_turn(number: Number, here: slice) -> Number:
 
 
 def _prepare_turn(logits: Tensor, filter: str, number: Number, y: Tensor) -> Callable[[Tensor, Number, Tensor], Tensor]:
+    from fused_softmax.ops.sampling.kernels.judged import _write_kept
+
     judge = Judging(logits, given := _masking(filter, number), masks=True)
     plan, rows = judge.plan, judge.like(logits, given)
     tensors = rows.scratch, rows.valid, rows.tensors["logits"], y

@@ -24,12 +24,7 @@ from fused_softmax.core import launch, workspace
 from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
 from fused_softmax.core.runner import has_ptx, overlapping, overlaps
-from fused_softmax.ops.sampling.kernels.above import _draw_above
-from fused_softmax.ops.sampling.kernels.first import _decide, _propose, _redraw
-from fused_softmax.ops.sampling.kernels.kept import _choose, _stretches
-from fused_softmax.ops.sampling.kernels.plain import _draw
 from fused_softmax.ops.sampling.kernels.spec import SampleSpec
-from fused_softmax.ops.sampling.kernels.wide import _bound, _weigh
 from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput, unpacked
@@ -158,6 +153,8 @@ def prepare_draws(
 
     position: None if draw i has position i. logprobs: of the distribution drawn from.
     """
+    from fused_softmax.ops.sampling.kernels.plain import _draw
+
     n_rows, n_cols = logits.shape
     n_draws = n_rows if options.row_indices is None else options.row_indices.shape[0]
     index, device, empty = logits.get_device(), logits.device, allocator(logits.device)
@@ -258,6 +255,8 @@ def _is_of_rest(options: Sampling) -> bool:
 
 def _launch_that_reads(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
     """The first launch of all draws with filters, as `Arguments.prepare` returns it."""
+    from fused_softmax.ops.sampling.kernels.kept import _stretches
+
     n_parts = -(-plan.n_cols // (STRETCH * plan.stretches))
     leading = replace(spec, leads=overlaps(index))
     return [arguments.prepare(_stretches, plan.n_draws * n_parts, leading, index, plan.num_warps)]
@@ -265,6 +264,8 @@ def _launch_that_reads(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, i
 
 def _launches_of_maximum(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
     """The launches where a row's maximum says what is kept."""
+    from fused_softmax.ops.sampling.kernels.above import _draw_above
+
     n_parts = -(-plan.n_cols // (STRETCH * plan.above_stretches))
     above = replace(spec, stretches=plan.above_warps, part_stretches=plan.above_stretches)
     early, warps = overlaps(index) and plan.n_draws <= _MOST_EARLY, plan.above_warps
@@ -276,6 +277,8 @@ def _launches_of_maximum(plan: DrawPlan, spec: SampleSpec, arguments: Arguments,
 
 def _launches_of_tokens(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
     """The launches of draws that are judged afterwards."""
+    from fused_softmax.ops.sampling.kernels.first import _propose
+
     launches = _launch_that_reads(plan, spec, arguments, index)
     if spec.by_row:
         return launches + _launches_of_boundary(plan, spec, arguments, index)
@@ -287,6 +290,8 @@ def _launches_of_tokens(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, 
 
 def _launches_of_decision(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
     """The launch that judges what others left open, and the one that draws again."""
+    from fused_softmax.ops.sampling.kernels.first import _decide, _redraw
+
     follows, redraws = overlaps(index), spec.first and not spec.given
     deciding = replace(spec, stretches=plan.decide_warps, leads=follows and redraws)
     launches = [
@@ -303,6 +308,9 @@ def _launches_of_decision(plan: DrawPlan, spec: SampleSpec, arguments: Arguments
 
 def _launches_of_boundary(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
     """The launches that find where filters end, after the one that reads the rows."""
+    from fused_softmax.ops.sampling.kernels.kept import _choose
+    from fused_softmax.ops.sampling.kernels.wide import _bound, _weigh
+
     follows, n_wide, cut = overlaps(index), plan.n_draws * plan.wide_parts, (plan.wide_parts, plan.wide_stretches)
     spec = replace(spec, leads=follows)
     of_choosing = replace(spec, stretches=plan.kept_warps, leads=follows and spec.opens)
@@ -337,6 +345,8 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
 
     x: these rows in float32.
     """
+    from fused_softmax.ops.sampling.kernels.kept import _stretches
+
     n_draws, n_cols = x.shape
     index, n_stretches = logits.get_device(), -(-n_cols // STRETCH)
     plan = plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))

@@ -117,11 +117,11 @@ def sampling_of(
     if not 0 <= top_logprobs <= n_cols:
         raise ValueError(f"{name}: top_logprobs must be in [0, {n_cols}], got {top_logprobs}")
     if top_logprobs and return_logprobs is None:
-        raise ValueError(f'{name}: top_logprobs={top_logprobs} takes return_logprobs="raw" or "processed", got None')
+        raise ValueError(f'{name}: top_logprobs={top_logprobs} needs return_logprobs="raw" or "processed", got None')
     is_bool(name, "return_kept", return_kept)
     is_bool(name, "return_rank", return_rank)
     if return_rank and return_logprobs is None:
-        raise ValueError(f'{name}: return_rank takes return_logprobs="raw" or "processed", got None')
+        raise ValueError(f'{name}: return_rank needs return_logprobs="raw" or "processed", got None')
     given = {"repetition": repetition, "presence": presence, "frequency": frequency}
     penalties = {argument: penalty_of(name, argument, value, logits, leading) for argument, value in given.items()}
     if token_ids is not None:
@@ -208,7 +208,7 @@ def check_penalties(name: str, token_ids: Any, penalties: dict[str, Any]) -> Non
     """Raise an error that names a penalty which is given without token_ids."""
     for argument, value in penalties.items():
         if token_ids is None and (isinstance(value, Tensor) or value != Sampling.DEFAULTS[argument]):
-            raise ValueError(f"{name}: {argument} is of columns among token_ids, and token_ids is None")
+            raise ValueError(f"{name}: {argument} needs token_ids, got token_ids=None")
 
 
 def check_logits(name: str, argument: str, logits: Any, dims: str) -> None:
@@ -276,7 +276,7 @@ def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Te
             if not -(2**63) <= int(value) < 2**64:
                 raise ValueError(f"{name}: {argument} must fit in 64 bits, got {value}")
     if position is not None and seed is None:
-        raise ValueError(f"{name}: position is that of a seed, and seed is None")
+        raise ValueError(f"{name}: position needs a seed, got seed=None")
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):

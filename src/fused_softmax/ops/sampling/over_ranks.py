@@ -73,7 +73,7 @@ def sample_of_shards(
     with Refusing(_NAME, over, logits):
         check_over(_NAME, over, logits, *numbers.values(), *tensors.values())
         if asked["return_kept"]:
-            raise ValueError(f"{_NAME}: return_kept is of whole rows, and group= gives a part of their columns")
+            raise ValueError(f"{_NAME}: return_kept needs whole rows, and with group a rank has some columns")
         no_columns = isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] == 0
         check_logits(_NAME, "logits", _shaped(logits, logits.shape[0], 1) if no_columns else logits, "[n_rows, vocab]")
         columns = logits.shape[1]

@@ -13,7 +13,6 @@ from fused_softmax.core.device import device_of
 from fused_softmax.core.layout import overlap_like
 from fused_softmax.core.plan import Device
 from fused_softmax.core.runner import has_ptx
-from fused_softmax.ops.sampling.kernels.penalties import _penalize
 from fused_softmax.ops.sampling.kernels.spec import PenaltySpec
 from fused_softmax.ops.sampling.launches import readable
 
@@ -147,6 +146,8 @@ def _lie_apart(out: Tensor, penalties: Penalties) -> bool:
 
 
 def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_place):
+    from fused_softmax.ops.sampling.kernels.penalties import _penalize
+
     logits, bias, bitmask, rows = read
     spec = PenaltySpec(
         slice=plan.slice, tile=plan.tile, whole_groups=plan.n_cols % 8 == 0, biased=bias is not None,

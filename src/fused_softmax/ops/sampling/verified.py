@@ -17,8 +17,6 @@ from fused_softmax.core.device import device_of
 from fused_softmax.core.runner import has_ptx, overlapping, overlaps
 from fused_softmax.ops.sampling.judged import Judging, Rows
 from fused_softmax.ops.sampling.kernels.spec import TraceSpec, VerifySpec
-from fused_softmax.ops.sampling.kernels.traced import _place, _trace
-from fused_softmax.ops.sampling.kernels.verified import _climb, _draw_left, _follow, _report_tokens, _settle, _sum_left
 from fused_softmax.ops.sampling.launches import Numbers
 from fused_softmax.ops.sampling.one_device import int64_of, prepared_of
 from fused_softmax.ops.sampling.options import Sampling
@@ -121,6 +119,15 @@ class _Following:
     """Follows the drafts of judged rows, and draws what comes after them."""
 
     def __init__(self, given: Given, numbers: Numbers, judges: _Judges, verify: str):
+        from fused_softmax.ops.sampling.kernels.verified import (
+            _climb,
+            _draw_left,
+            _follow,
+            _report_tokens,
+            _settle,
+            _sum_left,
+        )
+
         target, draft, reports = judges.target, judges.drafts, judges.reports
         (n, k), index = given.draft_tokens.shape, given.draft_tokens.get_device()
         plan, self._shape, self._empty = target.plan, (n, k + 1), allocator(given.draft_tokens.device)
@@ -215,6 +222,8 @@ def _cut(plan: DrawPlan, n: int, index: int) -> dict[str, int]:
 
 
 def _prepare_tracing(given: Given, numbers: Numbers, order: Any, return_logprobs: Any) -> Speculation:
+    from fused_softmax.ops.sampling.kernels.traced import _place, _trace
+
     (n, n_rows, n_cols), device = given.target_logits.shape, given.target_logits.device
     index, empty, spec = given.target_logits.get_device(), allocator(device), TraceSpec(rows=n_rows)
 

@@ -16,7 +16,6 @@ from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of, flatten, held_bytes
 from fused_softmax.core.route import needs_grad
 from fused_softmax.core.runner import spec_of
-from fused_softmax.ops.softmax.kernels.peers import _peer_forward
 from fused_softmax.ops.softmax.over_ranks import SoftmaxOfShard
 from fused_softmax.ops.softmax.scores import Scores
 from fused_softmax.ranks.gather import told_by
@@ -103,6 +102,8 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _prepare_launch(log: bool, x: Tensor, dtype, facts: Facts, peers: Peers, group, asked: str) -> Launched:
+    from fused_softmax.ops.softmax.kernels.peers import _peer_forward
+
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     device, alignment, itemsize = x.get_device(), alignment_of(x, y), held_bytes(x)
 

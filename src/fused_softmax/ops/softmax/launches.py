@@ -18,12 +18,6 @@ from fused_softmax.core.plan import COLUMN_POSITIONS, H200, VECTOR_BYTES, RowPla
 from fused_softmax.core.runner import TLDTYPES, format_of, has_ptx, prepare, spec_of
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.column_plan import ColumnPlan, plan_columns
-from fused_softmax.ops.softmax.kernels.causal import _causal_forward
-from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec
-from fused_softmax.ops.softmax.kernels.columns import _column_backward, _column_forward, _column_logsumexp
-from fused_softmax.ops.softmax.kernels.forward import _part_forward, _stream_forward, _stream_state, _tile_forward
-from fused_softmax.ops.softmax.kernels.gradient import _part_backward, _stream_backward, _stream_dot, _tile_backward
-from fused_softmax.ops.softmax.kernels.logsumexp import _logsumexp_backward, _part_logsumexp, _tile_logsumexp
 from fused_softmax.ops.softmax.scores import PLAIN_COLUMNS, PLAIN_ROWS, ScoreLayout, Scores
 
 _SAME_SUMS = 1024  # columns to which x of 2 bytes gives the bits of x in the result's dtype
@@ -57,6 +51,9 @@ def prepare_forward(
     x: as `layout.rows_of` has it, as are inputs everywhere here; an output has one row stride. A scale that is a number
     comes last, with each call.
     """
+    from fused_softmax.ops.softmax.kernels.causal import _causal_forward
+    from fused_softmax.ops.softmax.kernels.forward import _part_forward, _tile_forward
+
     if plan is None:
         plan = plan_forward(x, y, layout)
     device, scores, kind = x.get_device(), layout.scores, layout.kind | format_of(x)
@@ -87,6 +84,8 @@ def _besides(plan: RowPlan, scores: Scores) -> int:
 
 
 def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout: ScoreLayout) -> Launched:
+    from fused_softmax.ops.softmax.kernels.forward import _stream_forward, _stream_state
+
     state_dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
     shape = (2, plan.n_rows, -(-plan.parts // 4) * 4)  # rows of states on 16 bytes, so that m and s are aligned alike
     states = torch.empty(shape, dtype=state_dtype, device=x.device)
@@ -142,6 +141,8 @@ def prepare_backward(
     dy, y: as `layout.rows_of` has them together.
     hides: elements that a mask hid, which are -inf in a log_softmax for it, have no gradient.
     """
+    from fused_softmax.ops.softmax.kernels.gradient import _part_backward, _stream_backward, _stream_dot, _tile_backward
+
     if plan is None:
         plan = plan_backward(dy, y, dx)
     device = y.get_device()
@@ -183,6 +184,8 @@ def prepare_columns(
     None where no plan holds the columns, or where a scale of 0 would take the first maximum of several programs.
     layout: of mask and scale (`scores_against_columns`). A scale that is a number comes last, with each call.
     """
+    from fused_softmax.ops.softmax.kernels.columns import _column_forward
+
     # Measured on sm_90, where log_softmax lost by it; for sm_80 Triton 3.6 spills.
     unpack = not log and device_of(x.get_device()).capability[0] == H200.capability[0]
     how = {"log": log, "unpack_bf16": unpack, "holds": True, **layout.kind}
@@ -194,6 +197,8 @@ def prepare_columns_backward(
     plan: ColumnPlan | None = None,
 ) -> Launched | None:  # fmt: skip
     """The same for the gradient dx: call(dy, y, dx), and the factor if scaled. hides: as `prepare_backward`'s."""
+    from fused_softmax.ops.softmax.kernels.columns import _column_backward
+
     how = {"log": log, "out_dtype": TLDTYPES[dx.dtype], "holds": True, "hides": hides, "scaled": scaled}
     of_factor: dict[str, Any] = {
         "values": {"factor": 1.0 if scaled else None},
@@ -212,6 +217,8 @@ def _over_columns(
     how: the ColumnSpec's other fields; holds: whether a program holds what it reads until all is reduced. layout: of
     mask and scale, if the kernel has them. options: `runner.prepare`'s.
     """
+    from fused_softmax.ops.softmax.kernels.column_tiles import ColumnSpec
+
     tensors = {**inputs, **output}
     x, (result,) = list(inputs.values())[-1], output.values()
     device, holds = x.get_device(), how["holds"]
@@ -255,6 +262,8 @@ def access_of(tensors: list[Tensor], strides: list[int], x: Tensor) -> int:
 
 def prepare_logsumexp_columns(x: Tensor, lse: Tensor, *, plan: ColumnPlan | None = None) -> Launched | None:
     """What reduces views [n_outer, n_cols, n_inner] to lse [n_outer, 1, n_inner]; None where no plan holds them."""
+    from fused_softmax.ops.softmax.kernels.columns import _column_logsumexp
+
     how = {"positions": COLUMN_POSITIONS, "holds": False}
     return _over_columns(_column_logsumexp, {"x": x}, {"lse": lse}, lse.dtype, how, plan)
 
@@ -276,6 +285,8 @@ def prepare_logsumexp(
 
     x is rounded to lse's dtype as it is read. A scale that is a number comes last, with each call.
     """
+    from fused_softmax.ops.softmax.kernels.logsumexp import _part_logsumexp, _tile_logsumexp
+
     plan = plan_logsumexp(x, layout) if plan is None else plan
     device = x.get_device()
     kind = {name: value for name, value in layout.kind.items() if name != "zero_masked_rows"}
@@ -307,6 +318,8 @@ def prepare_logsumexp_backward(
 
     hides: whether a row whose dlse is 0 gets 0, NaN or not; scores that hide elements have it so.
     """
+    from fused_softmax.ops.softmax.kernels.logsumexp import _logsumexp_backward
+
     device = x.get_device()
     plan = plan_logsumexp_backward(x, dx, layout) if plan is None else plan
     kind = layout.kind | {"greedy": False, "hides": hides or layout.scores.hides}

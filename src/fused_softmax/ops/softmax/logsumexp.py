@@ -16,10 +16,12 @@ from torch import Tensor
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES, arithmetic_of, check, dense_mask, sized
+from fused_softmax.core.described import typed
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.options import by_environment, is_bool, refuse_batch_invariant
 from fused_softmax.core.route import Route, needs_grad, on_device, route_of, runs_here
 from fused_softmax.ops import autocast
+from fused_softmax.ops.segments.nested import is_jagged, of_nested
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.calls import LOGSUMEXP, logsumexp_backward, prepare_call
 from fused_softmax.ops.softmax.over_ranks import logsumexp_of_shards, scores_of_shard, shards_of_dim
@@ -53,6 +55,7 @@ def logsumexp(
 
     input: any shape; float32, float16, bfloat16 or float64, or integers, which become the default dtype. CUDA tensors
         run on this package's kernels, which read it once; CPU tensors take torch's own path. Differentiable, twice too.
+        Nested tensors are taken as softmax takes them, and give [batch, ...].
     dim: one dim or several. Neighbouring dims that one stride describes are read in place, as softmax's dim is. Others
         are copied first, and so are strided ones in the gradient.
     keepdim: whether the result keeps `dim` with size 1.
@@ -101,10 +104,10 @@ def _over_group(input, dim, keepdim, out, scored, over, batch_invariant):
         if batch_invariant:
             refuse_batch_invariant(name, "ranks cut their rows as their number asks, with group=")
         if out is not None:
-            raise ValueError(f"{name}: out= is not for group=")
+            raise ValueError(f"{name}: out and group exclude each other")
         if isinstance(dim, Sequence):
             if len(dim) != 1:
-                raise ValueError(f"{name}: group= is for a single dim, got dim={tuple(dim)}")
+                raise ValueError(f"{name}: group takes a single dim, got dim={tuple(dim)}")
             (dim,) = dim
         check(name, input, dim, None, None)
         scores = scores_of_shard(name, input, dim, *scored)
@@ -121,11 +124,16 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
     plain = is_plain(scale, mask, is_causal, masked_rows, sink)
     if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
         dim = int(dim)
+    if is_jagged(input):
+        filled = None if masked_rows == "nan" else masked_rows
+        not_for_it = {"out": out, "mask": mask, "is_causal": is_causal, "masked_rows": filled, "sink": sink}
+        not_for_it["batch_invariant"] = batch_invariant
+        return of_nested("logsumexp", input, dim, None, bool(keepdim), scale, not_for_it)
     if not isinstance(input, Tensor) or input.is_nested or input.layout != torch.strided:
         return torch.logsumexp(input, dim, keepdim, **({} if out is None else {"out": out}))
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    dims = _dims_of(dim)
     if not plain and len(dims) != 1:
-        raise ValueError(f"logsumexp: scale, mask, is_causal and sink are for a single dim, got dim={dims}")
+        raise ValueError(f"logsumexp: scale, mask, is_causal and sink take a single dim, got dim={dims}")
     scored = scale, mask, is_causal, masked_rows, sink, batch_invariant
     scores = scores_of("logsumexp", input, 0 if plain else dims[0], *scored)
     if not plain and not input.dtype.is_floating_point and not input.dtype.is_complex:
@@ -174,6 +182,14 @@ def _logsumexp(input, dim, keepdim, out, scale, mask, is_causal, masked_rows, si
         compute = partial(reference.logsumexp, dtype=dtype, arithmetic=arithmetic_of(input))
         result = compute(input, dim, keepdim, **scores.formula())
     return result if out is None else sized(out, result.shape).copy_(result)
+
+
+def _dims_of(dim: Any) -> tuple[int, ...]:
+    if isinstance(dim, int):
+        return (dim,)
+    if isinstance(dim, str) or not isinstance(dim, Sequence):
+        raise TypeError(f"logsumexp: dim must be an int or a sequence of ints, not {typed(dim)}")
+    return tuple(dim)
 
 
 def _check_out(input: Tensor, out: Tensor) -> None:

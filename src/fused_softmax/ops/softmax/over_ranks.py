@@ -29,7 +29,6 @@ from fused_softmax.core.plan import RowPlan, candidate
 from fused_softmax.core.route import needs_grad, resolved, runs_here
 from fused_softmax.core.runner import TLDTYPES, prepare, spec_of
 from fused_softmax.ops.softmax.calls import LOGSUMEXP, logsumexp_backward, prepare_call
-from fused_softmax.ops.softmax.kernels.gradient import _stream_backward, _stream_dot
 from fused_softmax.ops.softmax.scores import PLAIN, Scores, kind_of_scale, scores_of
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Over, Shards, gather, shards_of
@@ -43,11 +42,11 @@ def scores_of_shard(name: str, x: Tensor, dim: int, scale, mask, is_causal, mask
     mask = dense_mask(name, "mask", mask, x.device)
     scores = scores_of(name, x, dim, scale, mask, is_causal, masked_rows, sink)
     if x.ndim == 0:
-        raise ValueError(f"{name}: group= needs an input with a dim to lie in shards, got shape ()")
+        raise ValueError(f"{name}: group takes an input of at least one dim, got shape ()")
     if scores.is_causal:
-        raise ValueError(f"{name}: is_causal is of whole rows, and group= gives a part of their columns")
+        raise ValueError(f"{name}: is_causal needs whole rows, and with group a rank has some columns")
     if not isinstance(scores.scale, Tensor) and scores.scale == 0:
-        raise ValueError(f"{name}: a scale of 0 keeps one column of whole rows, and group= gives a part of them")
+        raise ValueError(f"{name}: a scale of 0 needs whole rows, and with group a rank has some columns")
     if isinstance(scores.scale, Tensor):  # which nobody waits for to look at
         scores = replace(scores, scale=torch.where(scores.scale == 0, torch.nan, scores.scale), never_zero=True)
     return scores
@@ -286,6 +285,8 @@ def _plan(dy: Tensor, y: Tensor, dx: Tensor) -> RowPlan:
 
 def _prepare(dy: Tensor, y: Tensor, log: bool, hides: bool, scaled: bool, dtype: torch.dtype) -> Launched:
     """call(dy, y, factor, summed) -> dx"""
+    from fused_softmax.ops.softmax.kernels.gradient import _stream_backward, _stream_dot
+
     shape, strides = y.shape, contiguous_strides(y.shape)
     empty, state_dtype = allocator(y.device), arithmetic_in(y.dtype)
     rows: list = [flatten(each) for each in (dy, y, empty(tuple(shape), strides, dtype))]

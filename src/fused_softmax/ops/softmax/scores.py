@@ -217,7 +217,7 @@ def _of_rows(name: str, argument: str, given: Any, input: Tensor, dim: int) -> f
         along = tuple(1 if i == dim % input.ndim else size for i, size in enumerate(shape))
         got = tuple(given.shape)
         raise ValueError(
-            f"{name}: a {argument} tensor holds one value a row: it broadcasts to {along}, got shape {got}"
+            f"{name}: {argument} must have one value a row, in a shape that broadcasts to {along}, got shape {got}"
         )
     return given
 

@@ -17,6 +17,7 @@ from fused_softmax.core.checks import DTYPES, arithmetic_in, check, dense_mask, 
 from fused_softmax.core.options import by_environment, is_bool, refuse_batch_invariant
 from fused_softmax.core.route import Route, needs_grad, on_device, resolved, route_of
 from fused_softmax.ops import autocast
+from fused_softmax.ops.segments.nested import is_jagged, of_nested
 from fused_softmax.ops.softmax import reference
 from fused_softmax.ops.softmax.by_peers import in_one_launch, kept_softmax, softmax_by_peers
 from fused_softmax.ops.softmax.calls import LOG_SOFTMAX, SOFTMAX, prepare_call
@@ -52,7 +53,8 @@ def softmax(
 
     input: any shape; float32, float16, bfloat16 or float64, and with `dtype` float8_e4m3fn or float8_e5m2. CUDA tensors
         run on this package's kernels, read once and written once whatever the length of `dim`; CPU tensors take torch's
-        own path. Differentiable, twice too.
+        own path. Differentiable, twice too. A nested tensor of layout jagged is taken over its ragged dim, with no
+        other options than dtype and a number as scale, by segment_softmax's operations; one with holes raises.
     dim: the dimension that sums to 1. The input is read in place if `dim` is contiguous, or strided beside a contiguous
         dim, and at most three strides describe the other dims; so permuted, sliced and expanded tensors are. Other
         inputs are copied first, and so is an input with a sink if `dim` is not the last one.
@@ -87,13 +89,13 @@ def softmax(
         ranks have as many columns as each other.
     transport: with group: how ranks talk to each other: "collective", by all_gather; or "peer", by memory that GPUs of
         one host write into each other's: over the last dim and without scale, mask, sink and masked_rows in one launch.
-        None takes "peer" on two GPUs where it can.
+        None takes "peer" on up to four GPUs where it can.
 
     Raises TypeError for an argument of another type, or a mask of integers; IndexError for a dim out of range;
     ValueError for a mask, scale or sink that does not broadcast, or is_causal on fewer than 2 dims or another than the
     last; NotImplementedError for a sparse input or an integer one without dtype, and for batch_invariant of GPU tensors
     where torch's operations would compute, as they do a second derivative and the gradient of a scale or sink;
-    RuntimeError for a nested input, or an out of another shape, dtype or device.
+    RuntimeError for another nested input, or an out of another shape, dtype or device.
 
     Parts of a row are merged as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv
     1805.02867).
@@ -178,7 +180,7 @@ def _over_group(name, input, dim, dtype, out, scored, over, batch_invariant):
         result_dtype = check(name, input, dim, dtype, out)
         (input,) = resolved(input)
         if out is not None:
-            raise ValueError(f"{name}: out= is not for group=")
+            raise ValueError(f"{name}: out and group exclude each other")
         scores = scores_of_shard(name, input, dim, *scored)
         sizes = sizes_of(name, over, input.shape[dim])
     if dtype is None:
@@ -202,6 +204,11 @@ def _softmax(name, input, dim, dtype, out, scale, mask, is_causal, masked_rows, 
         return getattr(torch, name)(input, dim, dtype=dtype, **({} if out is None else {"out": out}))
     if not isinstance(dim, int) and isinstance(dim, Integral):  # NumPy's, which torch takes too
         dim = int(dim)
+    if is_jagged(input):
+        filled = None if masked_rows == "nan" else masked_rows
+        not_for_it = {"out": out, "mask": mask, "is_causal": is_causal, "masked_rows": filled, "sink": sink}
+        not_for_it["batch_invariant"] = batch_invariant
+        return of_nested(name, input, dim, dtype, scale=scale, others=not_for_it)
     result_dtype = check(name, input, dim, dtype, out)
     scores = scores_of(name, input, dim, scale, mask, is_causal, masked_rows, sink, batch_invariant)
     if dtype is None and out is None:

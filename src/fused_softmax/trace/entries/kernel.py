@@ -50,6 +50,7 @@ class Kernel:
     block: whether `block` changes anything. If not, a row is one block, or there are no blocks.
     dtypes: the dtypes that x may have.
     check: raises a ValueError for an x that the kernel does not take.
+    of_rows: whether rows of x are what is summed up.
     watch: for kernels made of torch's operations, the function that contains them.
     """
 
@@ -63,6 +64,7 @@ class Kernel:
     block: bool = True
     dtypes: tuple[str, ...] = DTYPES
     check: Callable[[Tensor], None] | None = None
+    of_rows: bool = True
     watch: Callable[..., Any] | None = None
 
 
@@ -70,7 +72,9 @@ def kernels() -> dict[str, Kernel]:
     """All kernels by name, in the order in which to learn them."""
     from fused_softmax.trace.entries.attention import ATTENTION
     from fused_softmax.trace.entries.classic import CLASSIC
+    from fused_softmax.trace.entries.routing import ROUTES
     from fused_softmax.trace.entries.rows import OURS
     from fused_softmax.trace.entries.sampling import DRAWS
+    from fused_softmax.trace.entries.segments import SEGMENTS
 
-    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS, *DRAWS, *ATTENTION)}
+    return {kernel.name: kernel for kernel in (*CLASSIC, *OURS, *DRAWS, *ROUTES, *SEGMENTS, *ATTENTION)}

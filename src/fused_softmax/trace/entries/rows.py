@@ -30,12 +30,11 @@ COLUMN_INNER = 4
 # Functions that only compute positions, do nothing under the interpreter, or are clear from one word of the caller.
 PLACES = frozenset({
     "asks_of", "at_columns", "body_of", "columns_of", "exp_at", "hold_all", "in_any_warp", "load_exact",
-    "load_target_logit",
-    "mask_of_row", "multiple_of", "numbers_of", "of_each_row", "origin_of", "pack_state", "part_of", "place_of",
-    "rounded_product", "row_of_part", "row_of_program", "scores_of", "scores_of_columns", "scores_of_row",
-    "sink_of_row", "slope_of", "slots_of", "store_piece", "stream_part", "tag_of", "tile_of", "unpack_state",
-    "wait_for", "weight_of", "weight_total", "weights_at", "whole_vectors", "widen", "with_sink", "writes_of",
-    "zero_of",
+    "load_kept", "load_piece", "load_target_logit", "mask_of_row", "multiple_of", "next_missing", "numbers_of",
+    "of_each_row", "origin_of", "pack_state", "part_of", "place_of", "rounded_product", "row_of_part", "row_of_program",
+    "scores_of", "scores_of_columns", "scores_of_row", "sink_of_row", "slope_of", "slots_again", "slots_of",
+    "store_piece", "stream_part", "tag_of", "tile_of", "unpack_state", "wait_for", "weight_of", "weight_total",
+    "weights_at", "whole_vectors", "widen", "with_sink", "writes_of", "zero_of",
 })  # fmt: skip
 # Functions that pass a row's pieces, and its edge if it has one, to the functions that do the work.
 _THROUGH = frozenset({
@@ -189,12 +188,28 @@ _PUBLISH = Told(
 )
 _COLLECT = Told(
     notes={
-        "j = tl.arange": "Until every part of its row has published, the program waits and lets others run.",
-        "message, left = wait_for": "No message is missing. A program that had waited too long would compute the "
-        "missing parts itself.",
+        "j = tl.arange": "The program waits for its row's other parts, and lets those run that can.",
+        "message, left = wait_for": "While a message is missing, the program looks again, 512 times at most. A part "
+        "that is missing then it computes itself.",
     }
 )
-_STATES_OF = Told(notes={"m_parts, s_parts =": "One message from each part, its own included."})
+# Of a program that has waited for a part in vain, and reads it.
+_ALONE = Told(
+    {"exchange": "row, part = row_of_program", "output": "ptr = body_of"},
+    state=True,
+    notes={"_, _, edge, column = scan_part": "It holds no part here, so it reads its own again, too."},
+    silent=("given = Parts", "sink = sink_of_row", "m, s = with_sink"),
+    unused=("S", "_"),
+)
+_STAND_IN = Told(
+    notes={
+        "m, s = STATE(": "The part that has told nothing: the program reads it, and has its maximum and sum.",
+        "message = tl.where((j == part)": "What the missing message would have said takes its place. The slot stays as "
+        "it is: its own program may still come.",
+    },
+    silent=("LANES",),
+)
+_STATES_OF = Told(notes={"m_parts, s_parts =": "The state of each part, its own included."})
 
 OURS = (
     Kernel(
@@ -250,6 +265,8 @@ OURS = (
             _part_forward=_PART_FORWARD,
             load_part=_LOAD_PART,
             store_part=_STORE_PART,
+            finish_alone=_ALONE,
+            stand_in=_STAND_IN,
         ),
         dtypes=NARROW,  # messages are fp32
     ),

@@ -109,7 +109,9 @@ class Hooks:
 
     def _program(self, function: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         """The function that Triton calls for each program in place of the kernel."""
-        turns = self.turns = Turns(interpreter.interpreter_builder) if self._recorder.take_turns else None
+        turns = self.turns = (
+            Turns(interpreter.interpreter_builder, self._recorder.late) if self._recorder.take_turns else None
+        )
         last = tuple(size - 1 for size in grid)
 
         def program(**args: Any) -> None:

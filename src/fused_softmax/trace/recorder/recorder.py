@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_softmax.core.described import number_of
 from fused_softmax.trace.recorder.encode import numbers
 from fused_softmax.trace.recorder.hooks import Hooks
 from fused_softmax.trace.recorder.locals import changed, constants, encode, flat, item, plain
@@ -76,15 +77,16 @@ class Recorder(Recorded):
 
     The first held tensor is the matrix: each step has rows and columns in it.
     Where programs wait for each other, a launch that only publishes and the next one, which only collects, run as the
-    one launch of a GPU.
+    one launch of a GPU. late: programs of it that start when all others have ended, so that those do their part.
     """
 
-    def __init__(self, story: Story | None = None) -> None:
+    def __init__(self, story: Story | None = None, late: frozenset[int] = frozenset()) -> None:
         self.story = story or Story()
         super().__init__(self.story)
         self._told = bool(self.phases)
         self._matrix = Matrix(self.memory)
-        self.take_turns = bool(self.story.waits)
+        self.take_turns, self.late = bool(self.story.waits), late
+        self._told_parts: set[tuple[int, int]] = set()
         self._hooks = Hooks(self)
         self._program: _Program | None = None
         self._functions: dict[CodeType, Source | None] = {}
@@ -327,9 +329,10 @@ class Recorder(Recorded):
             entries = self.note(kind, ptrs, mask, value)
         except OutsideError as error:
             line = top.line or top.source.first_line
+            does, what = "reads" if kind == "loads" else "writes", number_of(error.elements, "element")
             raise RecordingError(
-                f"{top.source.name} {'reads' if kind == 'loads' else 'writes'} {error.elements} elements outside its "
-                f"tensors, at line {line} of {top.source.file}: {top.source.line(line)}"
+                f"{top.source.name} {does} {what} outside its tensors, at line {line} of {top.source.file}: "
+                f"{top.source.line(line)}"
             ) from None
         for entry in entries:
             top.step.setdefault(kind, []).append(entry)
@@ -350,6 +353,7 @@ class Recorder(Recorded):
         message: dict[str, Any] = {"kind": "publish", "row": program.place.rows[0], "from": program.part}
         for name, local in self.story.publishes[top.source.name].items():
             message[name] = numbers(item(top.known[local]), "float32")[0]
+        self._told_parts.add((message["row"], message["from"]))
         top.messages.append(message)
 
     def _collected(self, program: _Program, now: dict[str, Any], names: Mapping[str, str]) -> None:
@@ -358,6 +362,8 @@ class Recorder(Recorded):
             message: dict[str, Any] = {"kind": "collect", "row": row, "from": each, "to": program.part}
             for name, local in names.items():
                 message[name] = numbers(item(now[local], each), "float32")[0]
+            if (row, each) not in self._told_parts:
+                message["missing"] = True
             self._add({name: step[name] for name in ("frame", "line", "phase", "rows")} | {"message": message})
 
     # Sources.

@@ -11,10 +11,14 @@ from typing import Any
 
 
 class Turns:
-    """The programs of one launch. `switch(state)` exchanges the recorder's knowledge of the running program."""
+    """The programs of one launch. `switch(state)` exchanges the recorder's knowledge of the running program.
 
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
+    late: numbers of programs that start when all others have ended, as on a chip that has no room for them.
+    """
+
+    def __init__(self, builder: Any, late: frozenset[int] = frozenset()) -> None:
+        self._builder, self._late = builder, late
+        self._held_back: deque[threading.Event] = deque()
         self._waiting: deque[threading.Event] = deque()
         self._programs: list[tuple[tuple[int, int, int], Callable[[], None]]] = []
         self._error: BaseException | None = None
@@ -29,7 +33,7 @@ class Turns:
         threads = []
         for grid, run in self._programs:
             turn = threading.Event()
-            self._waiting.append(turn)
+            (self._held_back if grid[0] in self._late else self._waiting).append(turn)
             threads.append(threading.Thread(target=self._program, args=(turn, grid, run), daemon=True))
             threads[-1].start()
         self._programs = []
@@ -65,5 +69,5 @@ class Turns:
             self._next()
 
     def _next(self) -> None:
-        if self._waiting:
-            self._waiting.popleft().set()
+        if self._waiting or self._held_back:
+            (self._waiting or self._held_back).popleft().set()

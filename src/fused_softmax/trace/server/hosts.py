@@ -48,16 +48,20 @@ def answered(address: str, allowed: Iterable[str] = ()) -> frozenset[str]:
     """
     if not address:
         raise ValueError("the address to listen on is empty: --host takes a name or address, such as 127.0.0.1")
+    if not address.isprintable():
+        raise ValueError(f"{address[:60]!r} is not a name or an address to listen on")
     names = set()
     for each in allowed:
         host = parse(f"[{each}]" if each.count(":") > 1 and not each.startswith("[") else each)
         if host is None or host.port is not None or each.endswith(":"):
-            raise ValueError(f"{each[:60]!r} is no name or address of a host, without a port")
+            raise ValueError(f"{each[:60]!r} is not a host name or address: --allow-host takes one, without a port")
         names.add(host.name)
     if is_loopback(address):
         return LOOPBACK | names | {str(_address(address) or address.lower())}
     if not names:
-        raise ValueError(f"{address} can be reached from elsewhere: say by --allow-host under which name or address")
+        raise ValueError(
+            f"other machines can reach a server on {address}: --allow-host must give the name or address that they use"
+        )
     return LOOPBACK | names
 
 
@@ -65,7 +69,7 @@ def refusal(host: str, origin: str | None, names: frozenset[str]) -> str | None:
     """Why a request with these headers is not answered by a server of these names; None if it is."""
     given = parse(host)
     if given is None:
-        return f"the Host header {host[:60]!r} is no name or address with a port"
+        return f"the Host header must be a host name or address, with or without a port, got {host[:60]!r}"
     if given.name not in names:
         return f"this server is not {given.name[:60]!r}; it answers to {', '.join(sorted(names))}"
     if origin is not None:

@@ -7,7 +7,6 @@ takes only JSON, which no form of another site can send. No client can keep othe
 deadline for whatever the server awaits of it.
 """
 
-import gc
 import json
 import queue
 import signal
@@ -64,7 +63,6 @@ def serve(page: str, host: str, port: int, say: Callable[[str], None], names: fr
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell leaves out of what it starts with &
     with suppress(KeyboardInterrupt), _Server(page, host, port, names) as server:
-        gc.freeze()  # or the interpreter searches all of torch for cycles when it ends, which takes a second
         shown = f"[{host}]" if ":" in host else host
         say(f"http://{shown}:{server.server_address[1]}")
         server.serve_forever(poll_interval=0.25)
@@ -146,7 +144,7 @@ class _Client(BaseHTTPRequestHandler):
             if path == "/":
                 self._send(200, self.server.page, "text/html; charset=utf-8")
             else:
-                self._say(200, _known() if path == "/kernels" else self._record(_asked(self._body())))
+                self._say(200, known() if path == "/kernels" else self._record(_asked(self._body())))
         except _Refused as refused:
             self._say(*refused.args)
 
@@ -155,7 +153,7 @@ class _Client(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what is no request at all."""
         self.close_connection = True
-        self._say(code, message or "this is no request")
+        self._say(code, message or "this is not an HTTP request")
 
     def finish(self) -> None:
         # A client that still sends would lose its answer if the connection ended now.
@@ -196,7 +194,7 @@ class _Client(BaseHTTPRequestHandler):
             raise _Refused(415, "a request must be JSON, with Content-Type: application/json")
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or len(length) > 18 or int(length) > MOST_BYTES:
-            raise _Refused(413, f"a request may have at most {MOST_BYTES} bytes, and says how many it has")
+            raise _Refused(413, f"a request must say its Content-Length, of at most {MOST_BYTES} bytes")
         self._await(BODY_SECONDS, socket.SHUT_RD)  # it can still be told so
         body = self.rfile.read(int(length))
         if len(body) < int(length):
@@ -218,7 +216,8 @@ class _Client(BaseHTTPRequestHandler):
             server.places.release()
 
 
-def _known() -> dict[str, Any]:
+def known() -> dict[str, Any]:
+    """The kernels that it records and the limits of what may be asked, as its page and `GET /kernels` have them."""
     limits = {"elements": asking.MOST_ELEMENTS, "block": asking.MOST_BLOCK, "bytes": MOST_BYTES, "seconds": SECONDS}
     names = ("name", "title", "summary", "operation", "block", "dtypes")
     found = [{name: getattr(kernel, name) for name in names} for kernel in kernels().values()]

@@ -67,7 +67,7 @@ class Worker:
                 self._kill()
                 self._pipe.close()
                 if isinstance(error, EOFError | ConnectionError):
-                    raise RecordingError("the recording process has ended; its error is above") from None
+                    raise RecordingError("the recording process has ended; its error went to standard error") from None
                 if isinstance(error, Late):
                     self.start()  # so that the next request need not wait
                 raise

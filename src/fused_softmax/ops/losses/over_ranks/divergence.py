@@ -26,7 +26,6 @@ from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows, backward, in_vectors, shard_sums
 from fused_softmax.ops.losses.divergence_rows import pair_of, refused, run
-from fused_softmax.ops.losses.kernels.divergence_over_ranks import _merge_pairs_of_ranks
 from fused_softmax.ops.losses.kernels.spec import PairSpec
 from fused_softmax.ops.losses.launches import picked_of
 from fused_softmax.ops.losses.options import Divergence, Loss, weight_for_kernels
@@ -199,6 +198,8 @@ def _merged(heard: Tensor, options: Divergence) -> PairRows:
 
 def _prepare_merging(heard: Tensor, options: Divergence) -> Launched:
     """call(heard) -> PairRows"""
+    from fused_softmax.ops.losses.kernels.divergence_over_ranks import _merge_pairs_of_ranks
+
     ranks, n = len(heard), heard.shape[2]
     device, dtype, empty = heard.get_device(), heard.dtype, allocator(heard.device)
     by_logits, sums = options.target_is == "logits", not options.twice

@@ -16,7 +16,6 @@ from fused_softmax.core.launched import Call, Launched
 from fused_softmax.core.route import runs_here
 from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses import launches as losses
-from fused_softmax.ops.losses.kernels.over_ranks import _merge, _put, _say, _share
 from fused_softmax.ops.losses.kernels.spec import LossShardSpec, numbers_of
 from fused_softmax.ops.losses.launches import Given
 from fused_softmax.ops.losses.options import READ_NUMBERS, Loss, LossNumbers, read_numbers
@@ -195,6 +194,8 @@ def _prepare_launch(
 
 def _prepare_say(given: OfShard, beside: tuple) -> Call:
     """call(x, target, beside, numbers) -> the message [numbers * n], and the header behind it, if there is one."""
+    from fused_softmax.ops.losses.kernels.over_ranks import _say
+
     x, loss, empty = given.x, given.loss, allocator(given.x.device)
     n = _numbers_of(loss) * len(x)
     n += 0 if beside[-1] is None else len(beside[-1])
@@ -221,6 +222,8 @@ def prepare_merge(
     heard: what each rank says; of whole rows, what stands for all of them. headers: which should stand there. notice:
     where those that differ go. lse: whether it is wanted.
     """
+    from fused_softmax.ops.losses.kernels.over_ranks import _merge
+
     loss, empty, n_rows = given.loss, allocator(given.x.device), len(given.x)
     counts, z_loss, stats = loss.mean and loss.weight is not None, loss.lse_square_scale != 0, loss.stats
     n_states, of_row, dtype = 2 + (loss.weight is not None) + loss.smooth, ((n_rows,), (1,)), torch.float32
@@ -263,6 +266,8 @@ def _shares_maker(given: OfShard) -> Callable[[], tuple[Any, ...]]:
 
 def _prepare_share(given: OfShard, tensors: tuple) -> Call:
     """call(x, target, tensors, numbers) -> (targets, m, ls, dy, dlse, what stands at targets or None)"""
+    from fused_softmax.ops.losses.kernels.over_ranks import _share
+
     x, made = given.x, _shares_maker(given)
     names = (
         "x", "target", "weight", "w_total", "states", "totals", "dy", "dz", "dlse", "local", "of_m", "of_ls", "of_dy",
@@ -288,5 +293,7 @@ def _prepare_share(given: OfShard, tensors: tuple) -> Call:
 
 def _prepare_put(given: OfShard, dx: Tensor, local: Tensor, own: Tensor) -> Call:
     """call(dx, target, local, own)"""
+    from fused_softmax.ops.losses.kernels.over_ranks import _put
+
     tensors = {"dx": dx, "target": given.target, "local": local, "own": own}
     return _prepare_launch(_put, given, tensors, {}, ()).__call__

@@ -23,7 +23,6 @@ from fused_softmax.core.no_gradient import refuse, saved_of
 from fused_softmax.core.route import resolved, runs_here
 from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.kernels.log_prob_over_ranks import _merge_shards
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import picked_of, with_whole_rows
 from fused_softmax.ops.losses.log_prob_launches import (
@@ -209,6 +208,8 @@ def merged(heard: Tensor, target: Tensor, truncated: bool, of_call: OfCall) -> L
 
 def _prepare_merging(heard: Tensor, target: Tensor, key: tuple, asked: Asked) -> Launched:
     """call(heard, target) -> LogProbRows"""
+    from fused_softmax.ops.losses.kernels.log_prob_over_ranks import _merge_shards
+
     (n, k), dtype, empty = target.shape, heard.dtype, allocator(heard.device)
 
     def made() -> LogProbRows:

@@ -19,7 +19,6 @@ from fused_softmax.core.layout import alignment_of
 from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import needs_grad
 from fused_softmax.core.runner import spec_of
-from fused_softmax.ops.losses.kernels.peers import _peer_loss
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import WHOLE, Given, LossRows, counted_by_each, picked_of, ticket_of
 from fused_softmax.ops.losses.options import Loss
@@ -178,6 +177,8 @@ def _prepare_launch(
 
     alike: whether another number of rows takes the same launch, if their plan is the same.
     """
+    from fused_softmax.ops.losses.kernels.peers import _peer_loss
+
     asked, facts, device = of_ranks.kind.loss, of_ranks.facts, x.get_device()
     alignment = alignment_of(*(each[:, : of_ranks.held] for each in (x, dx) if each is not None))
     itemsize = 4 if asked.softcap is not None else x.element_size()

@@ -1,0 +1,56 @@
+"""softmax, log_softmax and logsumexp over the ragged dim of nested tensors of layout jagged, which are segments."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_softmax.core.described import typed
+from fused_softmax.ops.segments import segments
+
+
+def is_jagged(input: Any) -> bool:
+    return isinstance(input, Tensor) and input.is_nested and input.layout == torch.jagged
+
+
+def of_nested(
+    name: str, input: Any, dim: Any, dtype: torch.dtype | None, keepdim: bool = False, scale: Any = None,
+    others: dict[str, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """The function `name` over the ragged dim: nested like the input; of logsumexp [batch, ...], or with 1 in `dim`.
+
+    others: arguments that are not for nested tensors, each of which must be None or False.
+    """
+    for argument, value in (others or {}).items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{name}: {argument}= is not for nested tensors")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"{name}: dim must be an int for a nested tensor, not {typed(dim)}")
+    ragged = input._ragged_idx
+    if not -input.ndim <= dim < input.ndim:
+        raise IndexError(f"{name}: dim {dim} is out of range [{-input.ndim}, {input.ndim - 1}] for a nested input")
+    if dim % input.ndim != ragged:
+        raise RuntimeError(
+            f"{name}: of a nested tensor only the ragged dim {ragged} is reduced, got dim={dim}; take its values() for "
+            f"another"
+        )
+    if input.lengths() is not None:
+        raise RuntimeError(
+            f"{name}: input is a nested tensor with holes, for it has lengths beside its offsets; give one whose "
+            f"values lie together, as input.contiguous() does"
+        )
+    values, offsets = input.values(), input.offsets()
+    compute = getattr(segments, f"segment_{name}")
+    y = compute(values, offsets, dim=ragged - 1, scale=scale, dtype=dtype)
+    if name == "logsumexp":
+        y = y.movedim(ragged - 1, 0)
+        return y.unsqueeze(ragged) if keepdim else y
+    return torch.nested.nested_tensor_from_jagged(
+        y, offsets, jagged_dim=ragged, min_seqlen=_known(input, "_maybe_min_seqlen"),
+        max_seqlen=_known(input, "_maybe_max_seqlen"),
+    )  # fmt: skip
+
+
+def _known(input: Any, what: str) -> Any:
+    """What torch has cached of a nested tensor's lengths; to make it would wait for the device."""
+    return getattr(input, what, None)
