@@ -24,7 +24,7 @@ SEED = 0  # of lengths: the same segments on every device
 # Of our results, of their segment's largest: a sum of 100 million in float32 is made of the sums of its parts.
 OWN_ERROR = 1e-5
 CHUNK = 2**22  # positions that are compared at once, or one segment
-MOST_PADDED = 2**35, 2**30  # bytes of a padded tensor, on a GPU and on a CPU
+MOST_PADDED = 2**33, 2**30  # bytes of a padded tensor, on a GPU and on a CPU: what else is timed has to fit beside it
 
 
 @lru_cache(maxsize=2)
