@@ -267,19 +267,18 @@ def of(block_cols, num_warps):
 
 
 def test_kernels_of_one_call_compile_at_the_same_time(monkeypatch):
-    """Once one had to be compiled. What compiles for a call is heard where the call was made."""
-    heard, call, both = [], ContextVar("call", default=None), Barrier(2, timeout=60)
+    """From the first that had to be compiled. What compiles for a call is heard where the call was made."""
+    heard, call, three = [], ContextVar("call", default=None), Barrier(3, timeout=60)
 
     def listener(**_):
-        if current_thread() is not main_thread():
-            both.wait()
+        three.wait()
         heard.append((current_thread() is main_thread(), call.get()))
 
     monkeypatch.setattr(knobs.compilation, "listener", listener)
     call.set("mine")
     modules, functions = stub.modules, [of(1024, 4), of(2048, 2), of(256, 2), of(8192, 2)]
     launches = together(*functions)
-    assert heard == [(True, "mine"), (False, "mine"), (False, "mine")]
+    assert sorted(heard) == [(False, "mine"), (False, "mine"), (True, "mine")]
     assert stub.modules == modules + 3
     assert len({function_of(each) for each in launches}) == 4
     assert [function_of(each()) for each in functions] == [function_of(each) for each in launches]

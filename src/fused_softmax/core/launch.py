@@ -10,7 +10,7 @@ compiler is found, or somebody listens to Triton's launch hooks.
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
@@ -45,8 +45,8 @@ _LEAST = 2.0**-149  # of 32 bits, above 0, which is another thing than its neigh
 
 _loaded: dict[tuple, Any] = {}  # what was compiled and loaded, by all that Triton specialises on
 _loading = Lock()
-_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)  # in threads of `_compile_together`
-_compilations = 0
+_ahead: ContextVar[list[Callable[[], Any]] | None] = ContextVar("ahead", default=None)  # of `together`, what is next
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)  # in threads of `_compiling_ahead`
 
 
 def prepare(
@@ -101,33 +101,41 @@ def prepare(
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """Call functions that prepare launches, and return their results. Once one compiles, the others compile in threads.
+    """Call functions that prepare launches, and return their results. While one compiles, so do the others, in threads.
 
     Triton releases Python's global lock in most of what takes long. A function may be called twice.
     """
-    found: list[Any] = []
-    for i, function in enumerate(functions):
-        before = _compilations
-        found.append(function())
-        rest = functions[i + 1 :]
-        if len(rest) > 1 and _compilations > before:
-            _compile_together(rest)
-            return [*found, *[each() for each in rest]]
+    found, ahead = [], list(functions)
+    token = _ahead.set(ahead)
+    try:
+        for each in functions:
+            del ahead[:1]
+            found.append(each())
+    finally:
+        _ahead.reset(token)
     return found
 
 
-def _compile_together(functions: Sequence[Callable[[], Any]]) -> None:
-    """Compile in threads what functions will prepare. The threads touch no GPU.
+@contextmanager
+def _compiling_ahead() -> Iterator[None]:
+    """Compiles in threads what the same call will prepare next. The threads touch no GPU.
 
     An error in a thread is raised when its function is called again.
     """
+    ahead = _ahead.get()
+    if not ahead:
+        yield
+        return
+    functions = [*ahead]
+    ahead.clear()
     token = _only_compiles.set(True)
-    try:
-        with _one_at_a_time("kernels"), ThreadPoolExecutor(len(functions)) as pool, suppress(RuntimeError):
-            for each in functions:  # at the end of the interpreter no thread starts
-                pool.submit(copy_context().run, each)
-    finally:
-        _only_compiles.reset(token)
+    contexts = [copy_context() for _ in functions]
+    _only_compiles.reset(token)
+    with ThreadPoolExecutor(len(functions)) as pool:
+        with suppress(RuntimeError):  # at the end of the interpreter no thread starts
+            for context, each in zip(contexts, functions, strict=True):
+                pool.submit(context.run, each)
+        yield
 
 
 def key_of(kernel, device, tensors, scalars, constexprs, options) -> tuple:
@@ -280,19 +288,17 @@ class _Direct:
 
 
 def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded:
-    global _compilations
     compiled, direct, keeps = None, None, True
     if isinstance(kernel, triton.JITFunction) and _only_compiles.get():
         keeps = False
         with torch.cuda.device(device):
             kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
     elif isinstance(kernel, triton.JITFunction):
-        _compilations += 1
         begin()
         if _hash.is_alive():
             _hash.join()
         # One thread at a time: another would meet Triton's kernel with its launcher set and its function still missing.
-        with _one_at_a_time(kernel.__name__), torch.cuda.device(device):
+        with _one_at_a_time(kernel.__name__), torch.cuda.device(device), _compiling_ahead():
             compiled = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
             if isinstance(compiled, triton.compiler.CompiledKernel):
                 compiled.run  # noqa: B018  loads the kernel on the device, so that no launch has to

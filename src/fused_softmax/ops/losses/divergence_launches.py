@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
+from fused_softmax.core.launch import together
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.plan import RowPlan, plan_alone, plan_pairs, plan_reduction
 from fused_softmax.core.runner import IN_TURN, prepare, spec_of
@@ -137,10 +138,11 @@ def prepare_forward(pair: Pair, asked: Divergence, states: bool = True) -> Launc
         kernels.append((_merge_pairs, merging, of_blocks))
     if sums_up:
         kernels += [(_pair_sums, spec, {}), (_merge_sums, merging, of_blocks)]
-    launches, places = [], []
+    preparing, places = [], []
     for kernel, of_kernel, how in kernels:
         numbers = NUMBERS if "factor" in kernel.arg_names else ()
-        launches.append(prepare(kernel, plan, of_kernel, tensors, values, device=device, numbers=numbers, **how))
+        how |= {"device": device, "numbers": numbers}
+        preparing.append(partial(prepare, kernel, plan, of_kernel, tensors, values, **how))
         pointers = [names.index(name[:-4]) for name in kernel.arg_names if name.endswith("_ptr")]
         places.append((itemgetter(*[i for i in pointers if given[i] is not None]), bool(numbers)))
 
@@ -154,7 +156,7 @@ def prepare_forward(pair: Pair, asked: Divergence, states: bool = True) -> Launc
 
         return call
 
-    return compose(build, *launches, n=n_rows, by_row=True)
+    return compose(build, *together(*preparing), n=n_rows, by_row=True)
 
 
 def plan_held(pair: Pair) -> RowPlan | None:
@@ -301,13 +303,14 @@ def _prepare_sums(pair: Pair, rows: PairRows, asked: Divergence) -> Launched:
     sums = empty((2, n_rows, parts), (n_rows * parts, parts, 1), torch.float32)
     tensors = {**pair._asdict(), **rows._asdict(), "sums": sums, "value": found[0], "total": found[1]}
     values = dict(zip(NUMBERS, asked.numbers, strict=True))
-    add = prepare(_pair_sums, plan, spec, tensors, values, device=device, numbers=NUMBERS)
     names = [name[:-4] for name in _pair_sums.arg_names if name.endswith("_ptr")]
     picked = picked_of([tensors[name] for name in names])
     merging = replace(spec, block_rows=_MERGED, block_cols=1)
-    merge = prepare(
-        _merge_sums, plan, merging, tensors, {}, device=device, programs=partial(blocks_of, _MERGED), num_warps=1
-    )  # fmt: skip
+    programs = partial(blocks_of, _MERGED)
+    add, merge = together(
+        partial(prepare, _pair_sums, plan, spec, tensors, values, device=device, numbers=NUMBERS),
+        partial(prepare, _merge_sums, plan, merging, tensors, {}, device=device, programs=programs, num_warps=1),
+    )
 
     def call(pair, rows, numbers):
         sums = empty((2, n_rows, parts), (n_rows * parts, parts, 1), torch.float32)

@@ -18,6 +18,7 @@ from fused_softmax.core import workspace
 from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.device import device_of
+from fused_softmax.core.launch import together
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_alone, alignment_of, rows_alone
 from fused_softmax.core.plan import RowPlan, plan_loss, plan_reduction
@@ -235,15 +236,15 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
     names = ("x", "target", "weight", "w_total", "numbers", "states", "found", *LossRows._fields)
     tensors = dict(zip(names, arranged(given, states_of(plan.n_rows), rows_of(plan.n_rows)), strict=True))
     options: dict[str, Any] = {"device": device, "numbers": LOSS_NUMBERS}
-    runs = [prepare(_online_loss, plan, spec, tensors, loss.values(), **options)]
+    preparing = [partial(prepare, _online_loss, plan, spec, tensors, loss.values(), **options)]
     if parts > 1:
         lanes = triton.next_power_of_2(parts)
         block = max(1, min(16, 1024 // lanes))
         merging = replace(spec, block_rows=block, lanes=lanes, block_cols=1, pieces=1, vector=1, shifted=False)
         programs = partial(blocks_of, block)
-        runs.append(
-            prepare(
-                _merge_losses, plan, merging, tensors, loss.values(), programs=programs, num_warps=4, **options
+        preparing.append(
+            partial(
+                prepare, _merge_losses, plan, merging, tensors, loss.values(), programs=programs, num_warps=4, **options
             )
         )  # fmt: skip
     picked = picked_of(tuple(tensors.values()))
@@ -261,7 +262,7 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
 
         return call
 
-    return compose(build, *runs, n=plan.n_rows, like=partial(rows_of, plan.n_rows), by_row=True)
+    return compose(build, *together(*preparing), n=plan.n_rows, like=partial(rows_of, plan.n_rows), by_row=True)
 
 
 def with_whole_rows(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
+from fused_softmax.core.launch import together
 from fused_softmax.ops.sampling.launches import (
     FEW,
     STRETCH,
@@ -95,10 +96,10 @@ def prepare_report(
     arguments = Arguments(read, like, numbers, n_rows, n_cols, plan)
     n_parts = -(-n_cols // (STRETCH * plan.stretches))
     of_report = replace(spec, stretches=plan.kept_warps)
-    launches = [
+    launches = together(
         arguments.prepare(_stretches, n_draws * n_parts, spec, index, plan.num_warps),
         arguments.prepare(_report, n_draws, of_report, index, plan.kept_warps),
-    ]
+    )
 
     def report(logits, numbers, bias, bitmask, rows, drawn):
         its = written(drawn.tokens, drawn.valid, drawn.logprobs, drawn.kept)

@@ -70,7 +70,8 @@ class Judging:
         arguments = Arguments(read, written, numbers, self.n_rows, n_cols, self.plan)
         self.strides = arguments.strides
         bounded = options.min_p is not None
-        self._launches = _launches(self.plan, self.spec, arguments, index, bounded) if self.n_draws else []
+        preparing = _launches(self.plan, self.spec, arguments, index, bounded) if self.n_draws else []
+        self._launches = launch.together(*preparing)
 
     def __call__(self, logits: Tensor, options: Sampling) -> Rows:
         read, written = readable(logits, options.logit_bias, options.bitmask, options.row_indices), self._written()

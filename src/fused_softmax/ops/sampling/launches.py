@@ -55,6 +55,13 @@ class Numbers(NamedTuple):
         return cls(options.temperature, options.top_k, options.top_p, options.min_p, seed, position)
 
 
+class Prepared(NamedTuple):
+    """What launches a kernel, and what finds its arguments among what `_OF_A_CALL` names."""
+
+    launch: Callable[..., None]
+    wanted: Callable[[tuple], tuple]
+
+
 class Written(NamedTuple):
     """What a call's launches write, as far as they do."""
 
@@ -129,20 +136,24 @@ class Arguments:
     def prepare(
         self, kernel: Any, programs: int, spec: SampleSpec, device: int, num_warps: int, n_parts: int = 1,
         part_stretches: int = 1, follows: bool = False, **options: Any,
-    ) -> tuple[Callable[..., None], Callable[[tuple], tuple]]:  # fmt: skip
-        """(what launches a kernel for others like these, what finds its arguments among what `_OF_A_CALL` names)."""
+    ) -> Callable[[], "Prepared"]:  # fmt: skip
+        """What prepares a launch for others like these, as `launch.together` calls it."""
         names = [name for name in kernel.arg_names if name != "K"]
         tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
         scalars = [name for name in names if not name.endswith("_ptr")]
         numbers = [name for name in scalars if name in self._anew]
         known = self._scalars | {"n_parts": n_parts, "part_stretches": part_stretches}
-        launched = launch.prepare(
-            kernel, programs, [self._tensors[name] for name in tensors], [known[name] for name in scalars],
-            {"K": replace(spec, follows=True) if follows else spec}, device=device, num_warps=num_warps,
-            numbers=tuple(map(scalars.index, numbers)), plan=self._plan, **overlapping(follows), **options,
-        )  # fmt: skip
         given = [name for name in tensors if self._tensors[name] is not None] + numbers
-        return launched.__call__, itemgetter(*map(_OF_A_CALL.index, given))
+
+        def prepare() -> Prepared:
+            launched = launch.prepare(
+                kernel, programs, [self._tensors[name] for name in tensors], [known[name] for name in scalars],
+                {"K": replace(spec, follows=True) if follows else spec}, device=device, num_warps=num_warps,
+                numbers=tuple(map(scalars.index, numbers)), plan=self._plan, **overlapping(follows), **options,
+            )  # fmt: skip
+            return Prepared(launched.__call__, itemgetter(*map(_OF_A_CALL.index, given)))
+
+        return prepare
 
 
 def prepare_draws(
@@ -186,21 +197,22 @@ def prepare_draws(
 
     arguments = Arguments(read, like := written(out), numbers, n_rows, n_cols, plan)
     if not filtered:
-        launches = [
+        preparing = [
             arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps, plan.parts, plan.part_stretches)
         ]
     elif spec.first and (logprobs or keeps):
         tokens_alone = Arguments(read, Written(*like[:3]), numbers, n_rows, n_cols, plan)
         of_tokens = replace(spec, wide=spec.by_row and _is_of_rest(options))
-        launches = _launches_of_tokens(plan, of_tokens, tokens_alone, index)
-        launches += _launches_of_boundary(plan, replace(spec, by_row=False, given=True), arguments, index)
+        preparing = _launches_of_tokens(plan, of_tokens, tokens_alone, index)
+        preparing += _launches_of_boundary(plan, replace(spec, by_row=False, given=True), arguments, index)
     elif spec.first:
-        launches = _launches_of_tokens(plan, spec, arguments, index)
+        preparing = _launches_of_tokens(plan, spec, arguments, index)
     elif spec.ranked:
-        launches = _launch_that_reads(plan, spec, arguments, index)
-        launches += _launches_of_boundary(plan, spec, arguments, index)
+        preparing = _launch_that_reads(plan, spec, arguments, index)
+        preparing += _launches_of_boundary(plan, spec, arguments, index)
     else:
-        launches = _launches_of_maximum(plan, spec, arguments, index)
+        preparing = _launches_of_maximum(plan, spec, arguments, index)
+    launches = launch.together(*preparing)
 
     def draw(logits, numbers, bias, bitmask, rows, out):
         read = (logits, bias, bitmask, rows) if as_given else readable(logits, bias, bitmask, rows)
@@ -254,7 +266,7 @@ def _is_of_rest(options: Sampling) -> bool:
 
 
 def _launch_that_reads(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
-    """The first launch of all draws with filters, as `Arguments.prepare` returns it."""
+    """The first launch of all draws with filters, as `Arguments.prepare` has it; so have those that follow here."""
     from fused_softmax.ops.sampling.kernels.kept import _stretches
 
     n_parts = -(-plan.n_cols // (STRETCH * plan.stretches))
@@ -357,8 +369,8 @@ def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
     if n_draws:
         programs = n_draws * -(-n_stretches // plan.stretches)
         arguments = Arguments(read, written, numbers, logits.shape[0], n_cols, plan)
-        launched, wanted = arguments.prepare(_stretches, programs, spec, index, plan.num_warps)
-        launched(*wanted(of_a_call(read, written, numbers)))
+        state = arguments.prepare(_stretches, programs, spec, index, plan.num_warps)()
+        state.launch(*state.wanted(of_a_call(read, written, numbers)))
     s = scratch[:, spec.sums_at :][:, :n_stretches]
     m = scratch[:, spec.maxima_at :].view(torch.float32)[:, :n_stretches]
     top = m.amax(1, keepdim=True)

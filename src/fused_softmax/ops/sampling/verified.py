@@ -6,6 +6,7 @@ these tokens are traced.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -143,10 +144,10 @@ class _Following:
         }  # fmt: skip
         judged = judges(given, numbers, only_like=True)
         like = scalars | self._of_a_call(given, numbers, judged)
-        kernels: list[_Kernel] = []
+        kernels: list[Callable[[], _Kernel]] = []
 
         def add(kernel: Any, programs: int, spec: VerifySpec, num_warps: int, **changed: Any) -> None:
-            kernels.append(_Kernel(kernel, programs, spec, num_warps, like | changed, index, plan))
+            kernels.append(partial(_Kernel, kernel, programs, spec, num_warps, like | changed, index, plan))
 
         if self._tree:
             warps = min(_CLIMB_WARPS, plan.all_stretches)
@@ -160,19 +161,23 @@ class _Following:
                 add(_settle, n, spec, 1)
         cut = _cut(plan, n, index)
         add(_draw_left, n * cut["n_parts"], spec, plan.num_warps, **cut)
-        self._kernels, self._report = kernels, None
+        reporting = []
         if reports is not None and judged.reported is not None:
             of_reported = _of_rows(judged.reported) | {"strides": reports.strides, "target_rows": reports.n_rows}
             of_nodes = {} if self._tree else {"nodes_ptr": None}
             spec = replace(spec, target=reports.spec)
-            self._report = _Kernel(_report_tokens, n, spec, 1, like | of_reported | of_nodes, index, plan)
+            like |= of_reported | of_nodes
+            reporting.append(partial(_Kernel, _report_tokens, n, spec, 1, like, index, plan))
+        made = launch.together(*kernels, *reporting)
+        self._kernels, self._report = made[: len(kernels)], made[len(kernels) :]
 
     def __call__(self, given: Given, numbers: Numbers, judged: _Judged) -> SpeculativeOutput:
         its = self._of_a_call(given, numbers, judged)
         for kernel in self._kernels:
             kernel(its)
-        if self._report is not None and judged.reported is not None:
-            self._report(its | _of_rows(judged.reported))
+        if judged.reported is not None:
+            for report in self._report:
+                report(its | _of_rows(judged.reported))
         of_sequences = its["numbers_ptr"]
         return SpeculativeOutput(
             its["tokens_ptr"], of_sequences[:, 1].clone(), of_sequences[:, 2] > 0, its["logprobs_ptr"],

@@ -1,8 +1,10 @@
 """Launches of the kernels of segments: softmax, log_softmax and logsumexp, and their gradients, two launches each."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,11 +115,15 @@ def _run(
     finishing = replace(
         spec, segments=1, singles=False, pieces=1, deep=1, wide=1, range_wide=plan.finishing_wide, follows=early
     )
-    for kernel, programs, warps, own, options in (
-        (_compute, plan.n_bunches + plan.n_blocks, plan.num_warps, replace(spec, leads=early), {}),
-        (_finish, plan.n_finishers, FINISHING_WARPS, finishing, overlapping(early)),
+
+    def preparing(kernel: Any, programs: int, num_warps: int, spec: SegmentSpec, **options: bool) -> Callable[[], Any]:
+        return partial(
+            launch.prepare, kernel, plan.n_groups * programs, tensors, scalars, {"K": spec}, device=index,
+            num_warps=num_warps, plan=plan, **capped, **options,
+        )  # fmt: skip
+
+    for each in launch.together(
+        preparing(_compute, plan.n_bunches + plan.n_blocks, plan.num_warps, replace(spec, leads=early)),
+        preparing(_finish, plan.n_finishers, FINISHING_WARPS, finishing, **overlapping(early)),
     ):
-        launch.prepare(
-            kernel, plan.n_groups * programs, tensors, scalars, {"K": own}, device=index, num_warps=warps,
-            plan=plan, **capped, **options,
-        )(*there)  # fmt: skip
+        each(*there)

@@ -5,6 +5,7 @@ Each `prepare_...` returns what takes any tensors like these, of the same alignm
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fused_softmax.core.device import device_of
 from fused_softmax.core.kernels.spec import ADDED_MASK, GradientSpec, ScoreSpec
+from fused_softmax.core.launch import together
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_alone, alignment_of, held_bytes, sizes_of
 from fused_softmax.core.plan import COLUMN_POSITIONS, H200, VECTOR_BYTES, RowPlan, plan_reduction, plan_rows
@@ -94,10 +96,12 @@ def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout
     spec = replace(spec, greedy=False)
     of_state = {"x": x, "m": states[0], "s": states[1], **scored}
     bare = replace(spec, log=False, zero_masked_rows=False, sink=False)
-    first = prepare(_stream_state, plan, bare, of_state, **how)
     of_result = {"x": x, "y": y, "m": states[0], "s": states[1], **scored}
     spec = replace(spec, lanes=plan.lanes)
-    second = prepare(_stream_forward, plan, spec, of_result, **how)
+    first, second = together(
+        partial(prepare, _stream_state, plan, bare, of_state, **how),
+        partial(prepare, _stream_forward, plan, spec, of_result, **how),
+    )
     device = x.device
     before = sum(each is not None for each in (layout.mask, layout.scale))  # of the arguments, those before the sink
     after = before + (layout.sink is not None)
@@ -161,9 +165,11 @@ def prepare_backward(
     shape, torch_device = (plan.n_rows, plan.parts), y.device
     d = torch.empty(shape, dtype=state_dtype, device=torch_device)
     of_dot = replace(spec, out_dtype=None, scaled=False)
-    first = prepare(_stream_dot, plan, of_dot, {"dy": dy, "y": y, "d": d}, device=device)
     spec, tensors = replace(spec, lanes=plan.lanes), tensors | {"d": d}
-    second = prepare(_stream_backward, plan, spec, tensors, values, device=device, numbers=numbers)
+    first, second = together(
+        partial(prepare, _stream_dot, plan, of_dot, {"dy": dy, "y": y, "d": d}, device=device),
+        partial(prepare, _stream_backward, plan, spec, tensors, values, device=device, numbers=numbers),
+    )
 
     def build(_, first, second):
         def call(dy, y, dx, *factor):
