@@ -17,7 +17,7 @@ EXPECTED = {
     "loss, vocabularies": 5,
     "log_prob, numbers of rows": 2,  # parts, and what merges them
     "log_prob, both passes": 3,
-    "log_prob, lists": 2,
+    "log_prob, lists": 3,
     "divergence, numbers of rows": 2,
     "divergence, both passes": 2,  # the divergences with their gradient, and what multiplies it
     "divergence, of two passes": 1,

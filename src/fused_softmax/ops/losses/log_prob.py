@@ -517,7 +517,7 @@ class _LogProb(torch.autograd.Function):
         given, found = _run(x, target, temperature, columns, how)
         _, ctx.options, _, ctx.inplace, alone = how
         quick = not ctx.inplace and columns is EVERY and given.numbers is None
-        ctx.quick = gradient_key(ctx.options, False, given.kind) if quick else None
+        ctx.quick = gradient_key(ctx.options, given.kind) if quick else None
         ctx.save_for_backward(x, given.target, given.temperature, found.m, found.ls, found.entropy, *columns[:3])
         if alone:
             return found.log_prob

@@ -31,10 +31,10 @@ _READ_NUMBERS = ("factor", "cap")  # of a kernel that masks columns past a row's
 _LIST_NUMBERS = ("n_kept", "first_row")
 _SHARD_NUMBERS = ("origin", "n_classes")
 _LIST_COLS, _LIST_WARPS = 1024, 4  # of a tile of listed columns, whatever stands beside it
-# Of a part of a gradient that lists truncate. By themselves, parts of 4 pieces of 1024 bf16 take 785 us, of 16 829, of
-# 32 1154 (a memset 759).
+# Of a part of a gradient that lists truncate. By themselves, parts of 4 pieces of 1024 bf16 take 742 us, of 8 824, of
+# 32 1028 (torch's memset 735).
 _LIST_PIECES = 4
-_LIST_PARTS = 4  # of the dense gradient's, of which one program writes all over the logits and reads the list once
+_LIST_PROGRAMS = 64  # that share a list where rows are few
 
 
 class Asked(NamedTuple):
@@ -241,7 +241,6 @@ def backward(
     entropy: of the rows, where a gradient of it is given.
     """
     x = given.x
-    over = dx is not None and dx.data_ptr() == x.data_ptr()
     if dx is None:
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
@@ -251,59 +250,40 @@ def backward(
     entropy = None if gradients.entropy is None else entropy
     beside = (m, ls, entropy, *gradients)
     tensors = x, dx, given.target, given.temperature, entropy, *gradients, given.kept.bits
-    call = kept(*gradient_key(options, over, given.kind), tensors, _prepare_gradient, given, dx, beside, options, over)
+    call = kept(*gradient_key(options, given.kind), tensors, _prepare_gradient, given, dx, beside, options)
     return call(given, dx, beside, options.numbers[1])
 
 
-def _plan_listed(plan: RowPlan, over: bool) -> RowPlan:
-    """That of the gradient of rows that lists truncate, whose parts have a program each. over: the logits."""
-    n_cols, block = plan.n_cols, 32 * _LIST_WARPS * 16 // plan.itemsize
-    if not over:
-        plan = replace(
-            plan, part_cols=_LIST_PIECES * block, parts=-(-n_cols // (_LIST_PIECES * block)), block_cols=block
-        )
-    elif plan.strategy == "tile":
-        plan = replace(plan, part_cols=max(n_cols, plan.part_cols), parts=1)
-    else:
-        plan = replace(plan, part_cols=_LIST_PARTS * plan.part_cols, parts=-(-plan.parts // _LIST_PARTS))
-    if over:
-        plan = replace(plan, block_cols=triton.next_power_of_2(plan.pieces * plan.block_cols))
-    return replace(plan, block_rows=1, pieces=1, num_warps=max(plan.num_warps if over else 0, _LIST_WARPS))
-
-
-def gradient_key(options: LogProb, over: bool, of_given: tuple) -> tuple[str, tuple]:
+def gradient_key(options: LogProb, of_given: tuple) -> tuple[str, tuple]:
     """The name and options of a kept gradient. of_given: `GivenLogits.kind`."""
-    return "log_prob_gradient", (*options.key, over, of_given)
+    return "log_prob_gradient", (*options.key, of_given)
 
 
-def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb, over: bool) -> Launched:
+_OF_RESULTS = "m", "ls", "entropy", "dlog_prob", "dentropy", "dlse"
+
+
+def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb) -> Launched:
     """What writes the gradient: call(given, dx, (m, ls, entropy, and those of the results), numbers) -> dx."""
     from fused_softmax.ops.losses.kernels.log_prob import _log_prob_gradient
 
-    x, device, x_dtype = given.x, given.x.get_device(), given.x.dtype
+    x, device = given.x, given.x.get_device()
     n_rows, n_cols = x.shape
     plan = plan_reduction(
         n_rows, n_cols, x.element_size(), device_of(device), alignment=alignment_of(x, dx), writes=True,
         capped=options.softcap is not None,
     )  # fmt: skip
-    listed, empty = given.kept.ids is not None, allocator(x.device)
-    if listed:
-        plan = _plan_listed(plan, over)
+    if given.kept.ids is not None:
+        return _prepare_listed(given, dx, beside, options, plan)
     spec = replace(
-        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False,
-        inplace=listed and over,
+        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False
     )  # fmt: skip
-    of_results = "m", "ls", "entropy", "dlog_prob", "dentropy", "dlse"
-    names = ("x", "dx", *_GIVEN[1:], "values", *of_results)
 
     def arranged(given, dx, beside):
-        waiting = empty((given.kept.ids.shape[0],), (1,), x_dtype) if listed and over else None
-        return given.x, dx, *given.tensors[1:], waiting, *beside
+        return given.x, dx, *given.tensors[1:], *beside
 
     of_call = arranged(given, dx, beside)
-    tensors = dict(zip(names, of_call, strict=True))
-    values = given.values(options)
-    picked = picked_of(of_call)
+    tensors = dict(zip(("x", "dx", *_GIVEN[1:], *_OF_RESULTS), of_call, strict=True))
+    picked, more = picked_of(of_call), tuple(given.of_launch)
 
     def build(_, launch):
         def call(given, dx, beside, numbers):
@@ -314,7 +294,61 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
 
         return call
 
-    more = tuple(given.of_launch)
-    numbers = (*_READ_NUMBERS, *more)
-    launched = prepare(_log_prob_gradient, plan, spec, tensors, values, device=device, numbers=numbers)
+    launched = prepare(
+        _log_prob_gradient, plan, spec, tensors, given.values(options), device=device,
+        numbers=(*_READ_NUMBERS, *more),
+    )  # fmt: skip
     return compose(build, launched, n=n_rows, by_row=True)
+
+
+def _prepare_listed(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb, plan: RowPlan) -> Launched:
+    """The same of rows that lists truncate, in two launches."""
+    from fused_softmax.ops.losses.kernels.log_prob_listed import _listed_gradient, _write_listed
+
+    x, device, empty = given.x, given.x.get_device(), allocator(given.x.device)
+    block = 32 * _LIST_WARPS * 16 // x.element_size()
+    plan = replace(
+        plan, block_rows=1, block_cols=block, pieces=1, part_cols=_LIST_PIECES * block,
+        parts=-(-plan.n_cols // (_LIST_PIECES * block)), num_warps=_LIST_WARPS,
+    )  # fmt: skip
+    spec = replace(
+        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False
+    )
+
+    def of_rows(n):
+        """Programs that share a row's list."""
+        return max(1, min(_LIST_PROGRAMS, 4 * device_of(device).sm_count // n))
+
+    n_rows, shared = len(x), of_rows(len(x))
+    values = given.values(options) | {"n_programs_of_row": shared}
+
+    def waiting(given):
+        """Gradients at listed columns, and what stands at all others of a row."""
+        n, n_kept = len(given.x), given.kept.ids.shape[0]
+        return empty((n_kept,), (1,), given.x.dtype), empty((n,), (1,), torch.float32)
+
+    def arranged(given, beside, gradients, fill):
+        return given.x, gradients, fill, *given.tensors[1:], *beside
+
+    gradients, fill = waiting(given)
+    of_call = arranged(given, beside, gradients, fill)
+    tensors = dict(zip(("x", "values", "fill", *_GIVEN[1:], *_OF_RESULTS), of_call, strict=True))
+    picked, more = picked_of(of_call), tuple(given.of_launch)
+    first = prepare(
+        _listed_gradient, plan, spec, tensors, values, device=device, numbers=(*_READ_NUMBERS, *more),
+        programs=lambda plan: plan.n_rows * shared,
+        plan_for=lambda n: plan.for_rows(n) if of_rows(n) == shared else None,
+    )  # fmt: skip
+    then = prepare(_write_listed, plan, spec, tensors | {"dx": dx}, values, device=device, numbers=more)
+
+    def build(_, first, then):
+        def call(given, dx, beside, numbers):
+            gradients, fill = waiting(given)
+            more = given.of_launch.values()
+            first(*picked(arranged(given, beside, gradients, fill)), *numbers, *more)
+            then(dx, gradients, fill, given.kept.ids, given.kept.offsets, *more)
+            return dx
+
+        return call
+
+    return compose(build, first, then, n=n_rows, by_row=True)

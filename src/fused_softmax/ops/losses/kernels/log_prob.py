@@ -9,20 +9,19 @@ truncates, the logits of its columns alone are read in either pass, and the grad
 import triton
 import triton.language as tl
 
-from fused_softmax.core.kernels.rows import body_of, edges_of, tile_part_of, whole_vectors
+from fused_softmax.core.kernels.rows import body_of, tile_part_of, whole_vectors
 from fused_softmax.core.kernels.spec import Rows
 from fused_softmax.core.kernels.state import NEG_INF, log_sum_of, scores_of
 from fused_softmax.ops.losses.kernels.common import (
     load_edge_logits,
     load_logits,
     logit_of_target,
-    logits_of,
     numbers_of,
     slope_of,
 )
-from fused_softmax.ops.losses.kernels.kept import among, bit_of, bits_from, bits_of_tile, columns_at, list_of
+from fused_softmax.ops.losses.kernels.kept import among, bit_of, bits_from, bits_of_tile, list_of
 from fused_softmax.ops.losses.kernels.scan import merge_scanned, scan_logits, store_scanned
-from fused_softmax.ops.losses.kernels.spec import Masked, Numbers, Scanned, Targets
+from fused_softmax.ops.losses.kernels.spec import Masked, Numbers, Scanned, Targets, Upstream
 
 
 @triton.jit
@@ -202,13 +201,13 @@ def column_of(S):
 
 
 @triton.jit
-def slope_by_entropy(z, a, g_entropy, entropy, m, ls, N, K: tl.constexpr):
+def slope_by_entropy(z, U, N, K: tl.constexpr):
     """What a piece's logits get of lse and of the entropy: p (a - g_H (log p + H)), where p log p of 0 is 0."""
-    log_p = z - m - ls
+    log_p = z - U.m - U.ls
     p = tl.exp(log_p)
-    of_p = a
+    of_p = U.a
     if K.stats:
-        of_p = a - g_entropy * (tl.where(p == 0.0, 0.0, log_p) + entropy)
+        of_p = U.a - U.g_entropy * (tl.where(p == 0.0, 0.0, log_p) + U.entropy)
     return p * of_p
 
 
@@ -221,78 +220,38 @@ def own_of(t, r, end, n_parts):
 
 
 @triton.jit
-def write_listed(
-    x_ptr, dx_ptr, values_ptr, x_row_stride, dx_row_stride, dx_rows, n_cols, n_parts, end, r, L, T,
-    g, a, g_entropy, entropy, m, ls, counts, N, K: tl.constexpr,
-):  # fmt: skip
-    """The gradient of one part of a row that a list truncates: what is not listed first, and then the listed columns.
-
-    Over the logits it is computed before the first is written, and waits at values_ptr, by the places of the list.
-    Elsewhere it is 0 already.
-    """
-    i = tl.arange(0, K.list_cols)[:, None]
-    if K.inplace:
-        for at in range(0, L.size, K.list_cols):
-            c, own = own_ids(L, at + i, n_cols, n_parts, end, r, K)
-            dx = gradient_at(x_ptr + r.row * x_row_stride, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K)
-            tl.store(values_ptr + L.first + at + i, dx, mask=own)
-        tl.debug_barrier()  # all have read before one writes
-    spoilt = T.spoilt & counts
-    if K.inplace | (tl.max(tl.max(spoilt.to(tl.int32), axis=1), axis=0) > 0):
-        fill_part(dx_ptr, dx_row_stride, dx_rows, tl.where(spoilt, float("nan"), 0.0), n_cols, n_parts, end, r, K)
-    tl.debug_barrier()  # what stands at listed columns is written last
-    for at in range(0, L.size, K.list_cols):
-        c, own = own_ids(L, at + i, n_cols, n_parts, end, r, K)
-        if K.inplace:
-            dx = tl.load(values_ptr + L.first + at + i, mask=own, other=0.0)
-        else:
-            dx = gradient_at(x_ptr + r.row * x_row_stride, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K)
-        tl.store(dx_ptr + r.row * dx_row_stride + c, dx, mask=own)
-
-
-@triton.jit
-def fill_part(dx_ptr, dx_row_stride, dx_rows, value, n_cols, n_parts, end, r, K: tl.constexpr):
-    """One number all over a part of a row."""
-    fill = value.to(K.cast_dtype)
-    dx_body = body_of(dx_rows, r.row, K)
-    for at in range(r.start, tl.minimum(r.start + r.size, n_cols), K.block_cols):
-        tl.store(dx_body + (at + r.cols), fill, mask=r.cols < end - at, cache_modifier=".cg")
-    if K.shifted:
-        cols, on = edges_of(r, n_cols, n_parts, K)
-        tl.store(dx_ptr + r.row * dx_row_stride + cols, fill, mask=on)
-
-
-@triton.jit
-def own_ids(L, i, n_cols, n_parts, end, r, K: tl.constexpr):
-    """(the columns at places of a list, which of them a part has)."""
-    c = columns_at(L, i, n_cols, K)
-    at_c = c - r.head
-    own = (at_c >= r.start.to(tl.int32)) & (at_c < end.to(tl.int32))
-    if K.shifted:
-        own |= (at_c < 0) & (r.part == 0) | (at_c >= r.body) & (r.part == n_parts - 1)
-    return c, own & (c >= 0) & (c < n_cols)
-
-
-@triton.jit
-def gradient_at(row_ptr, c, own, T, g, a, g_entropy, entropy, m, ls, counts, N, K: tl.constexpr):
-    """The gradient of a row's columns c [n, 1], of which targets T get g."""
-    z = logits_of(tl.load(row_ptr + c, mask=own, other=0.0), N, K)
-    of_targets = tl.sum(tl.where((c == T.t.to(tl.int32)) & T.kept, g, 0.0), axis=1)[:, None]
-    dx = (slope_by_entropy(z, a, g_entropy, entropy, m, ls, N, K) + of_targets) * slope_of(z, N, K)
-    return tl.where(counts, dx, 0.0).to(K.cast_dtype)
+def upstream_of(T, m_ptr, ls_ptr, entropy_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr, row, K: tl.constexpr):
+    """What the gradients of results of rows [n, 1] come to, by their Targets."""
+    g = tl.zeros(T.t.shape, K.state_dtype)
+    if dlog_prob_ptr is not None:
+        g = tl.load(dlog_prob_ptr + T.at, mask=T.kept, other=0.0)
+    a = -tl.sum(g, axis=1)[:, None]
+    if dlse_ptr is not None:
+        a += tl.load(dlse_ptr + row)
+    a = tl.where(any_of(T.wrong), float("nan"), a)
+    g_entropy = tl.zeros(row.shape, K.state_dtype)
+    entropy = tl.zeros(row.shape, K.state_dtype)
+    if K.stats:
+        g_entropy = tl.load(dentropy_ptr + row)
+        entropy = tl.load(entropy_ptr + row)
+    m = tl.load(m_ptr + row)
+    ls = tl.load(ls_ptr + row)
+    counts = counts_of(T, K)
+    if K.truncated:
+        counts &= ls != NEG_INF
+    return Upstream(g, a, g_entropy, entropy, m, ls, counts)
 
 
 @triton.jit(
     do_not_specialize=[
         "n_rows", "n_cols", "n_parts", "part_cols", "misalignment", "n_targets", "ignore_index", "bits_row_stride",
-        "n_kept", "first_row", "origin", "n_classes",
+        "origin", "n_classes",
     ]
 )  # fmt: skip
 def _log_prob_gradient(
-    x_ptr, dx_ptr, target_ptr, temperature_ptr, numbers_ptr, ids_ptr, offsets_ptr, bits_ptr, values_ptr,
-    m_ptr, ls_ptr, entropy_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr,
-    x_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index,
-    bits_row_stride, origin, n_classes, factor, cap, n_kept, first_row, K: tl.constexpr,
+    x_ptr, dx_ptr, target_ptr, temperature_ptr, numbers_ptr, bits_ptr, m_ptr, ls_ptr, entropy_ptr, dlog_prob_ptr,
+    dentropy_ptr, dlse_ptr, x_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets,
+    ignore_index, bits_row_stride, origin, n_classes, factor, cap, K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one part of a row. What stands at targets is written last, by the logits that stood there."""
     PIECES: tl.constexpr = K.pieces
@@ -302,42 +261,15 @@ def _log_prob_gradient(
     r = tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K)
     live = (tl.program_id(0) // n_parts).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
     end = tl.minimum(r.body, r.start + part_cols)
-    if K.listed and not K.inplace:  # before anything is waited for
-        fill_part(dx_ptr, dx_row_stride, dx_rows, tl.zeros([1, 1], tl.float32), n_cols, n_parts, end, r, K)
     N = tempered(numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K), temperature_ptr, r.row)
     kept = bits_ptr
     if K.masked:
         kept = Masked(bits_ptr + r.row * bits_row_stride, origin)
-    if K.listed:  # whose programs have a row each
-        row = first_row + (tl.program_id(0) // n_parts).to(tl.int64)
-        kept = list_of(ids_ptr, offsets_ptr, row, n_kept, origin, n_classes, K)
     T = targets_of(target_ptr, r.row, n_targets, n_cols, ignore_index, origin, n_classes, kept, K)
-    g = tl.zeros(T.t.shape, K.state_dtype)
-    if dlog_prob_ptr is not None:
-        g = tl.load(dlog_prob_ptr + T.at, mask=T.kept, other=0.0)
-    a = -tl.sum(g, axis=1)[:, None]
-    if dlse_ptr is not None:
-        a += tl.load(dlse_ptr + r.row)
-    a = tl.where(any_of(T.wrong), float("nan"), a)
-    g_entropy = tl.zeros(r.row.shape, K.state_dtype)
-    entropy = tl.zeros(r.row.shape, K.state_dtype)
-    if K.stats:
-        g_entropy = tl.load(dentropy_ptr + r.row)
-        entropy = tl.load(entropy_ptr + r.row)
-    m = tl.load(m_ptr + r.row)
-    ls = tl.load(ls_ptr + r.row)
-    counts = counts_of(T, K)
-    if K.truncated:
-        counts &= ls != NEG_INF
-    if K.listed:
-        write_listed(
-            x_ptr, dx_ptr, values_ptr, x_row_stride, dx_row_stride, dx_rows, n_cols, n_parts, end, r, kept, T,
-            g, a, g_entropy, entropy, m, ls, counts, N, K,
-        )  # fmt: skip
-        return
+    U = upstream_of(T, m_ptr, ls_ptr, entropy_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr, r.row, K)
     own = own_of(T.t, r, end, n_parts) & own_targets(T, n_cols, K) & live
     if K.truncated:
-        own &= counts
+        own &= U.counts
     x_t = tl.load(x_ptr + r.row * x_row_stride + T.t, mask=own, other=0.0)
     tl.debug_barrier()  # all have read before one writes: dx may lie where x does
     x_body = body_of(x, r.row, K)
@@ -346,23 +278,23 @@ def _log_prob_gradient(
         z = load_logits(x_body + at, r.cols, end - at, 0.0, N, K, PIECES, 0)
         for p in tl.static_range(PIECES):
             z_p = scores_of(z[p], N.factor, K)
-            dx = slope_by_entropy(z_p, a, g_entropy, entropy, m, ls, N, K) * slope_of(z_p, N, K)
+            dx = slope_by_entropy(z_p, U, N, K) * slope_of(z_p, N, K)
             on = (p * K.block_cols + r.cols < end - at) & live
-            dx = tl.where(counts, dx, 0.0)
+            dx = tl.where(U.counts, dx, 0.0)
             if K.masked:
                 dx = tl.where(bits_of_tile(kept, r.head + at + p * K.block_cols, n_cols, K), dx, 0.0)
             dx = dx.to(K.cast_dtype)
             tl.store(dx_body + (at + p * K.block_cols + r.cols), dx, mask=on)
     if K.shifted:
         edge = load_edge_logits(x, n_cols, n_parts, r, 0.0, N, K)
-        dx = slope_by_entropy(edge.x, a, g_entropy, entropy, m, ls, N, K) * slope_of(edge.x, N, K)
-        dx = tl.where(counts, dx, 0.0)
+        dx = slope_by_entropy(edge.x, U, N, K) * slope_of(edge.x, N, K)
+        dx = tl.where(U.counts, dx, 0.0)
         if K.masked:
             dx = tl.where(bit_of(kept, edge.cols, edge.on, K), dx, 0.0)
         dx = dx.to(K.cast_dtype)
         tl.store(dx_ptr + r.row * dx_row_stride + edge.cols, dx, mask=edge.on & live)
     tl.debug_barrier()
-    g_t = g
+    g_t = U.g
     if K.targets > 1:  # noqa: SIM102  both are known when it is compiled
         if dlog_prob_ptr is not None:
             # A class that several of a row's targets name gets the sum of their gradients, from each the same.
@@ -374,5 +306,5 @@ def _log_prob_gradient(
                     t_i -= origin
                 g_t += tl.where(T.t == t_i, tl.load(dlog_prob_ptr + at_i), 0.0)
     z_t = logit_of_target(x_t, N, K)
-    dx = (slope_by_entropy(z_t, a, g_entropy, entropy, m, ls, N, K) + g_t) * slope_of(z_t, N, K)
+    dx = (slope_by_entropy(z_t, U, N, K) + g_t) * slope_of(z_t, N, K)
     tl.store(dx_ptr + r.row * dx_row_stride + T.t, dx.to(K.cast_dtype), mask=own)

@@ -120,6 +120,21 @@ class Targets(NamedTuple):
     spoilt: Any
 
 
+class Upstream(NamedTuple):
+    """What the gradients of results of rows [n, 1] come to: g of each target, a of every class, and of the entropy.
+
+    entropy, m, ls: of the forward pass. counts: whether the row has a gradient.
+    """
+
+    g: Any
+    a: Any
+    g_entropy: Any
+    entropy: Any
+    m: Any
+    ls: Any
+    counts: Any
+
+
 class Listed(NamedTuple):
     """The columns over which a row is normalised: `size` ids from ids_ptr + first on. right: whether they can be read.
 
