@@ -1,4 +1,4 @@
-"""Penalties by their kernel, alone and in a call of sample: against the reference, at every border of a slice."""
+"""Penalties by their kernel, alone and in a call of sample: against the reference, at every border of a block."""
 
 import math
 
@@ -12,19 +12,19 @@ import fused_softmax
 from fused_softmax import penalize, sample
 from fused_softmax.core import calls
 from fused_softmax.ops.sampling import penalties, reference
-from fused_softmax.ops.sampling.kernels.penalties import MOST_PACKED
+from fused_softmax.ops.sampling.kernels.spec import PenaltySpec
 
 INF, NAN = math.inf, math.nan
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SLICE, TILE = 64, 16
+BLOCK, TILE = 64, 32
 GIVEN = {"repetition": 1.3, "presence": 0.5, "frequency": 0.25}
 
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch, device):
-    """Slices and tiles that short rows have several of."""
-    for name in ("_NARROW", "_WIDE"):
-        monkeypatch.setattr(penalties, name, (SLICE, 1, TILE))
+    """Blocks and tiles that short rows have several of."""
+    for name, value in {"_BLOCK": BLOCK, "_WARPS": 1, "_TILE": TILE}.items():
+        monkeypatch.setattr(penalties, name, value)
     calls.forget()
     yield
     calls.forget()
@@ -42,13 +42,28 @@ def logits_and_ids(n_cols, length, dtype=torch.float32, device="cpu", n_rows=3):
     return x.to(device), torch.randint(-2, n_cols + 2, (n_rows, length)).to(device)
 
 
+@pytest.fixture(params=["a part a block", "a part a row"])
+def parts(request, monkeypatch):
+    if request.param == "a part a row":
+        monkeypatch.setattr(penalties, "_PROGRAMS", 2**-20)
+
+
+@pytest.fixture
+def specs(monkeypatch):
+    """The specs of kernels, as they are prepared."""
+    prepared, real = [], penalties.launch.prepare
+    monkeypatch.setattr(penalties.launch, "prepare", lambda *a, **k: (prepared.append(a[4]["K"]), real(*a, **k))[1])
+    return prepared
+
+
 @pairwise()
+@pytest.mark.parametrize("parts", ["a part a block", "a part a row"], indirect=True)
 @pytest.mark.parametrize("into", ["new", "in place", "apart"])
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [0, 1, TILE, 3 * TILE + 5])
-@pytest.mark.parametrize("n_cols", [1, 7, SLICE - 1, SLICE, SLICE + 1, 2 * SLICE + 8])
-def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dtype, into, device):
+@pytest.mark.parametrize("n_cols", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 8])
+def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dtype, into, parts, device):
     x, ids = logits_and_ids(n_cols, length, dtype, device)
     ids = ids.to(ids_dtype)
     wanted = reference.penalize(x, ids, **GIVEN)
@@ -64,25 +79,64 @@ def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dty
         assert into == "in place" or torch.equal(given, x)
 
 
-def test_repeats_are_counted_over_tiles_and_borders_of_slices(device):
-    ids = [[0, SLICE - 1, SLICE, SLICE - 1, 2 * SLICE - 1], [SLICE] * 5, [-1, 3 * SLICE, 2**40, -(2**40), 2**32]]
+def test_repeats_are_counted_over_tiles_and_borders_of_blocks(parts, device):
+    ids = [[0, BLOCK - 1, BLOCK, BLOCK - 1, 2 * BLOCK - 1], [BLOCK] * 5, [-1, 3 * BLOCK, 2**40, -(2**40), 2**32]]
     ids = torch.tensor(ids, device=device).repeat(1, TILE)
-    x = torch.zeros(3, 3 * SLICE, device=device)
+    x = torch.zeros(3, 3 * BLOCK, device=device)
     wanted = torch.zeros_like(x)
-    for column, count in ((0, TILE), (SLICE - 1, 2 * TILE), (SLICE, TILE), (2 * SLICE - 1, TILE)):
+    for column, count in ((0, TILE), (BLOCK - 1, 2 * TILE), (BLOCK, TILE), (2 * BLOCK - 1, TILE)):
         wanted[0, column] = -float(count)
-    wanted[1, SLICE] = -5.0 * TILE
+    wanted[1, BLOCK] = -5.0 * TILE
     assert torch.equal(penalize(x, ids, frequency=1.0), wanted)
 
 
-@pytest.mark.parametrize("more", [0, 5])
-def test_a_count_of_16_bits_carries_to_no_neighbour(more, monkeypatch, device):
-    """In float16 ids are counted MOST_PACKED at a time."""
-    monkeypatch.setattr(penalties, "_NARROW", (SLICE, 8, 8192))
-    ids = torch.full((1, 2 * MOST_PACKED.value + more), 2, device=device)
-    x = torch.zeros(1, 5, device=device, dtype=torch.float16)
-    y = penalize(x, ids, frequency=2.0**-10)
-    assert y.tolist() == [[0.0, 0.0, -64.0 if more == 0 else pytest.approx(-64.0, abs=0.04), 0.0, 0.0]]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("more", [0, 1, PenaltySpec.counted, PenaltySpec.counted + 5])
+def test_a_count_of_16_bits_carries_to_no_neighbour(more, dtype, specs, monkeypatch, device):
+    """In float16 so many ids are counted at a time as 16 bits can count."""
+    monkeypatch.setattr(penalties, "_TILE", 8192)
+    monkeypatch.setattr(penalties, "_WARPS", 8)
+    n = PenaltySpec.counted + more
+    ids = torch.full((1, n + 1), 2, device=device)
+    ids[0, :2] = torch.tensor([3, 1])
+    x = torch.zeros(1, 5, device=device, dtype=dtype)
+    for ids_now, counts in ((ids[:, 1:], [0, 1, n - 1, 0, 0]), (ids[:, [0, *range(2, n + 1)]], [0, 0, n - 1, 1, 0])):
+        y = penalize(x, ids_now, frequency=2.0**-10)
+        assert torch.equal(y, (-torch.tensor([counts], device=device) * 2.0**-10).to(dtype))
+    assert {each.by_block for each in specs} == {more > 0}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("into", ["new", "in place"])
+def test_as_many_ids_as_lanes_mark_or_hold_and_one_more(into, dtype, parts, specs, device):
+    """Up to then columns are counted alone, and then by whole blocks: of either, some have no id."""
+    most = {"new": 64, "in place": 16 // dtype.itemsize}[into] * TILE
+    x = torch.randn(1, 2 * BLOCK + 3).to(dtype).to(device)
+    ids = torch.randint(BLOCK, 2 * BLOCK, (1, most + 1)).to(device)
+    ids[:, most - 1] = 2 * BLOCK + 1  # which only the last tile's last id has
+    for length in (most, most + 1):
+        given = x.clone()
+        y = penalize(given, ids[:, :length], **GIVEN, out=given if into == "in place" else None)
+        assert_same(y, reference.penalize(x, ids[:, :length], **GIVEN))
+        assert torch.equal(y[:, :BLOCK], x[:, :BLOCK])
+    assert list(dict.fromkeys(each.by_block for each in specs)) == [False, True]
+
+
+@pytest.mark.parametrize("into", ["new", "in place"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("begin", [0, 1])
+def test_neighbours_of_one_word_have_counts_of_their_own(begin, dtype, into, device):
+    """Two columns of 16 bits stand in 32, of which one or both are counted, within a tile and over tiles."""
+    memory = torch.randn(5, 2 * BLOCK + 2).to(dtype).to(device)
+    x = memory[:, begin : begin + 2 * BLOCK]
+    ids = torch.tensor([[2, 3], [3, 3], [2, 2], [3, 4], [BLOCK - 1, BLOCK]], device=device).repeat(1, TILE)
+    ids[:3, 1::2] = torch.tensor([[3], [-1], [2]], device=device)
+    wanted = memory.clone()
+    wanted[:, begin : begin + 2 * BLOCK] = reference.penalize(x, ids, **GIVEN)
+    found = memory.clone()
+    out = found[:, begin : begin + 2 * BLOCK]
+    penalize(out if into == "in place" else x, ids, **GIVEN, out=out)
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,11 +148,13 @@ def test_special_logits_and_wrong_rows(dtype, device):
     once = torch.tensor([0.0, 0.0, 0.0, 0.0, NAN, 0.0], device=device)
     each = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -INF], device=device, dtype=torch.float64)
     wanted = reference.penalize(x, ids, r, once, each)
-    for y in (penalize(x, ids, r, once, each), penalize(x.clone(), ids, r, once, each, out=x.clone())):
+    given = x.clone()
+    for y in (penalize(x, ids, r, once, each), penalize(given, ids, r, once, each, out=given)):
         assert_same(y, wanted)
         assert y.isnan().all(1).tolist() == [False] + [True] * 5
         assert torch.equal(y[0].signbit(), wanted[0].signbit())
-    assert penalize(x, ids[:, :0], 0.5 * r, out=x.clone())[1:4].isnan().all()
+    given = x.clone()
+    assert penalize(given, ids[:, :0], 0.5 * r, out=given)[1:4].isnan().all()
 
 
 def test_rows_and_ids_at_any_stride(device):
@@ -133,6 +189,23 @@ def test_neighbours_of_a_row_in_place_stay_as_they_are(dtype, device):
         found = memory.clone()
         penalize(found[:, begin:end], ids, **GIVEN, out=found[:, begin:end])
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("length", [3 * TILE, 64 * TILE + 1])
+def test_bits_and_biases_of_every_block_of_a_part(length, specs, monkeypatch, device):
+    """As a draw has them, whose row has one part; columns with an id and without, with a bit and without."""
+    monkeypatch.setattr(penalties, "_PROGRAMS", 2**-20)
+    n_cols = 2 * BLOCK + 9
+    x, ids = logits_and_ids(n_cols, length, torch.bfloat16, device, n_rows=2)
+    ids = torch.where(ids % 3 == 1, ids, -1)
+    bias, rows = torch.randn(2, n_cols, device=device), torch.tensor([1, 0], device=device)
+    bits = torch.randint(-(2**31), 2**31 - 1, (2, -(-n_cols // 32)), device=device).int()
+    numbers = penalties.Penalties(*GIVEN.values())
+    arguments = x, ids, numbers, None, bias, bits, rows
+    y = penalties.prepare_penalties(*arguments, torch.float32)(*arguments)
+    given = (x[rows] + bias).masked_fill(~reference.unpacked(bits, n_cols), -INF)
+    assert torch.equal(y, reference.penalize(given, ids, **GIVEN))
+    assert [each.by_block for each in specs[:1]] == [length > 64 * TILE]
 
 
 @pytest.mark.parametrize("argument", ["logits", "token_ids", "repetition"])
@@ -172,16 +245,14 @@ def test_a_row_is_the_same_in_every_batch(device):
         assert torch.equal(penalize(x[here], ids[here].flip(1), r[row].item(), 0.1, 0.3), whole[here])
 
 
-def test_numbers_and_lengths_prepare_nothing_anew(device, monkeypatch):
+def test_numbers_and_lengths_prepare_nothing_anew(device, specs):
     x, ids = logits_and_ids(50, 40, device=device)
-    prepared, real = [], penalties.launch.prepare
-    monkeypatch.setattr(penalties.launch, "prepare", lambda *a, **k: (prepared.append(a[0]), real(*a, **k))[1])
     after_first = None
     for length, r in ((40, 1.5), (7, 1.0), (1, 0.3), (0, 2)):
         at = ids[:, :length].contiguous()
         assert torch.equal(penalize(x, at, r, 0.5, 0), reference.penalize(x, at, float(r), 0.5, 0.0))
-        after_first = after_first or len(prepared)
-    assert len(prepared) == after_first > 0
+        after_first = after_first or len(specs)
+    assert len(specs) == after_first > 0
 
 
 # sample

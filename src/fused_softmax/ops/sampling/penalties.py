@@ -18,11 +18,12 @@ from fused_softmax.ops.sampling.launches import readable
 
 _INTEGERS = (torch.int64, torch.int32)
 _NUMBERS = (float, int)
-# Columns of a slice, its warps, and the ids of a tile: 8 columns a thread, of which 64 registers hold the logits, their
-# counts and what they become. Few rows have more programs by the narrow one; by the wide one ids are read less often.
-_NARROW, _WIDE = (2048, 8, 512), (4096, 16, 1024)
-_REGISTERS = 64  # which what ends within 8 columns takes more than by itself
-_PROGRAMS = 2  # of a multiprocessor, from which on slices are wide
+# Columns of a block, its warps, and ids of a tile: a thread has 8 columns or two ids at a time, and few registers. So
+# several programs are resident, of which some wait for their ids' columns while others stream.
+_BLOCK, _WARPS, _TILE = 2048, 8, 512
+_PROGRAMS = 8  # of a multiprocessor, at most, so that few read a row's ids
+_REGISTERS = 40  # of which 1536 threads are resident; what counts whole blocks takes more
+_MARKED, _HELD = 64, 16  # tiles whose first ids a lane marks by a bit each; bytes of logits that it holds in place
 _VALUES = "length", "ids_row_stride", "ids_col_stride", "repetition", "presence", "frequency"  # that are given anew
 
 
@@ -39,35 +40,43 @@ _DEFAULTS = Penalties(1.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class PenaltyPlan:
-    """How rows are cut into slices, which have a program each: `slice` columns, and `tile` ids at a time."""
+    """How rows are cut into parts, which have a program each: `part_blocks` blocks of `block` columns.
+
+    Ids are looked at `tile` at a time.
+    """
 
     n_draws: int
     n_cols: int
-    slice: int
+    block: int
+    part_blocks: int
     num_warps: int
     tile: int
 
     @property
-    def slices(self) -> int:
-        return -(-self.n_cols // self.slice)
+    def parts(self) -> int:
+        return -(-self.n_cols // (self.block * self.part_blocks))
+
+    def most_ids(self, element_size: int, in_place: bool) -> int:
+        """Of a row, up to which their columns alone are counted; with more ids whole blocks are."""
+        tiles = _HELD // element_size if in_place else _MARKED
+        return min(tiles * self.tile, PenaltySpec.counted)
 
 
 def plan_penalties(n_draws: int, n_cols: int, device: Device) -> PenaltyPlan:
     """The plan for penalties of rows of n_cols logits.
 
     >>> from fused_softmax.core.plan import H200
-    >>> plan_penalties(8, 128256, H200).slices
-    63
+    >>> plan_penalties(8, 128256, H200).parts, plan_penalties(64, 128256, H200).parts
+    (63, 16)
     """
-    wide = n_draws * -(-n_cols // _WIDE[0]) >= _PROGRAMS * device.sm_count
-    columns, num_warps, tile = _WIDE if wide else _NARROW
-    return PenaltyPlan(n_draws, n_cols, columns, num_warps, tile)
+    blocks = max(1, -(-n_cols // _BLOCK))
+    part_blocks = min(-(-blocks * n_draws // (_PROGRAMS * device.sm_count)), blocks)
+    return PenaltyPlan(n_draws, n_cols, _BLOCK, part_blocks, _WARPS, _TILE)
 
 
 def prepare_penalties(
     logits: Tensor, token_ids: Tensor, penalties: Penalties, out: Tensor | None = None, bias: Tensor | None = None,
     bitmask: Tensor | None = None, rows: Tensor | None = None, dtype: torch.dtype | None = None,
-    plan: PenaltyPlan | None = None,
 ) -> Callable[..., Tensor]:  # fmt: skip
     """What penalizes rows like these, whose arguments were checked: of the first seven arguments, but for other ids.
 
@@ -80,20 +89,24 @@ def prepare_penalties(
     dtype = dtype or logits.dtype
     if not n_draws:
         return lambda *given: empty(shape, strides, dtype) if given[3] is None else given[3]
-    plan = plan or plan_penalties(n_draws, n_cols, device_of(index))
+    plan = plan_penalties(n_draws, n_cols, device_of(index))
+    most_ids = [plan.most_ids(dtype.itemsize, in_place) for in_place in (False, True)]
     launches: dict[tuple, Callable[..., None]] = {}
 
     def launch_of(out, token_ids, read, penalties):
         logits, bias, bitmask, rows = read
         of_ids = token_ids.shape[1], token_ids.stride(0), token_ids.stride(1)
-        lies = _lies_alike(out, logits)
+        in_place = _lies_alike(out, logits)
+        by_block = of_ids[0] > most_ids[in_place]
         kind = (
-            lies, out.data_ptr() % 16, out.stride(), token_ids.dtype, token_ids.data_ptr() % 16,
+            in_place, by_block, out.data_ptr() % 16, out.stride(), token_ids.dtype, token_ids.data_ptr() % 16,
             all(-(2**31) <= each < 2**31 for each in of_ids),
         )  # fmt: skip
         found = launches.get(kind)
         if found is None:
-            found = launches[kind] = _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, lies)
+            found = launches[kind] = _prepare(
+                plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_place, by_block
+            )
         tensors = [each for each in (out, logits, token_ids, bias, bitmask, rows, *penalties) if _is_tensor(each)]
         found(*tensors, *of_ids, *(default if _is_tensor(each) else each for each, default in _numbers(penalties)))
 
@@ -145,13 +158,14 @@ def _lie_apart(out: Tensor, penalties: Penalties) -> bool:
     return not overlap_like(out, *penalties)(out, *penalties)
 
 
-def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_place):
+def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_place, by_block):
     from fused_softmax.ops.sampling.kernels.penalties import _penalize
 
     logits, bias, bitmask, rows = read
     spec = PenaltySpec(
-        slice=plan.slice, tile=plan.tile, whole_groups=plan.n_cols % 8 == 0, biased=bias is not None,
-        bitmasked=bitmask is not None, packed=out.element_size() == 2, in_place=in_place, ptx=has_ptx(index),
+        block=plan.block, tile=plan.tile, whole_groups=plan.n_cols % 8 == 0, biased=bias is not None,
+        bitmasked=bitmask is not None, packed=out.element_size() == 2, in_place=in_place, by_block=by_block,
+        ptx=has_ptx(index),
     )  # fmt: skip
     tensors = {
         "out": out, "logits": logits, "ids": token_ids, "bias": bias, "bitmask": bitmask, "rows": rows,
@@ -162,7 +176,7 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
         "bias_row_stride": bias.stride(0) if bias is not None and bias.ndim == 2 else 0,
         "bitmask_row_stride": 0 if bitmask is None else bitmask.stride(0),
         "ids_row_stride": ids_row_stride, "ids_col_stride": ids_col_stride, "n_rows": n_rows, "n_cols": plan.n_cols,
-        "n_slices": plan.slices, "length": length,
+        "part_blocks": plan.part_blocks, "length": length,
     }  # fmt: skip
     for (name, each), default in zip(penalties._asdict().items(), _DEFAULTS, strict=True):
         values[f"{name}_stride"] = each.stride(0) if _is_tensor(each) and each.ndim else 0
@@ -171,10 +185,10 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
     pointers = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
     scalars = [name for name in names if not name.endswith("_ptr")]
     launched = launch.prepare(
-        _penalize, plan.n_draws * plan.slices, [tensors[name] for name in pointers],
+        _penalize, plan.n_draws * plan.parts, [tensors[name] for name in pointers],
         [values[name] for name in scalars], {"K": spec}, device=index, num_warps=plan.num_warps,
         numbers=tuple(scalars.index(name) for name in _VALUES), plan=plan,
-        **({"most_registers": _REGISTERS} if spec.ptx else {}),
+        **({"most_registers": _REGISTERS} if spec.ptx and not by_block else {}),
     )  # fmt: skip
     return launched.__call__
 

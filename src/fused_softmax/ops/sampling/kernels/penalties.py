@@ -2,10 +2,16 @@
 
     y = x r where x < 0, x / r elsewhere, less frequency * count and presence, of the columns among a row's ids
 
-A program has a slice of one row. It holds the slice's logits in registers, and meanwhile counts ids in the memory where
-its results will stand: nobody else reads or writes there. Traffic of a slice of S columns: S read and S written, and
-the row's ids from L2. Where ids are in the slice, S zeros and S counts go to L2 and back. In place, a slice without ids
-is neither read nor written. Counts are integers, so a row has the same bits in any batch.
+A program has a part of one row. It writes the logits of all its columns as it reads them, block by block, and then goes
+back to the columns among the row's ids. It counts these in the memory where their results will stand: nobody else reads
+or writes there. Of the ids of a column, the one that is counted first writes the result. Traffic of a part of S
+columns: S read and S written, and the row's ids four times from L2; for each id within it a zero, an addition, a count,
+a logit and a result, in L2 and back. In place S is neither read nor written, and logits are held until their columns
+are counted.
+
+Where there are more ids than a lane can mark as first, or hold logits of (K.by_block), a program holds each block that
+has ids, and counts in all of its memory: a zero and a count a column. Counts are integers, so a row has the same bits
+in any batch.
 """
 
 import triton
@@ -14,22 +20,19 @@ import triton.language as tl
 from fused_softmax.core.kernels.state import NEG_INF, widen
 from fused_softmax.ops.sampling.kernels.common import INF, number_at, row_of
 
-MOST_PACKED = tl.constexpr(
-    32768
-)  # ids that are counted at a time where a count has 16 bits: no neighbour is carried to
 
-
-@triton.jit(do_not_specialize=["ids_row_stride", "ids_col_stride", "n_rows", "n_slices", "length"])
+@triton.jit(do_not_specialize=["ids_row_stride", "ids_col_stride", "n_rows", "part_blocks", "length"])
 def _penalize(
     out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, rows_ptr, repetition_ptr, presence_ptr, frequency_ptr,
     out_row_stride, logits_row_stride, bias_row_stride, bitmask_row_stride, repetition_stride, presence_stride,
-    frequency_stride, ids_row_stride, ids_col_stride, n_rows, n_cols, n_slices, length, repetition, presence,
+    frequency_stride, ids_row_stride, ids_col_stride, n_rows, n_cols, part_blocks, length, repetition, presence,
     frequency, K: tl.constexpr,
 ):  # fmt: skip
-    """A slice of a draw's row, with its bias and bitmask first, if there are any."""
+    """A part of a draw's row, with its bias and bitmask first, if there are any."""
     program = tl.program_id(0)
-    draw = (program // n_slices).to(tl.int64)
-    start = program % n_slices * K.slice
+    n_parts = tl.cdiv(n_cols, part_blocks * K.block)
+    draw = (program // n_parts).to(tl.int64)
+    start = program % n_parts * part_blocks * K.block
     row, there = row_of(rows_ptr, draw, n_rows)
     r = number_at(repetition_ptr, repetition_stride, repetition, draw)
     once = number_at(presence_ptr, presence_stride, presence, draw)
@@ -42,55 +45,108 @@ def _penalize(
         bias_ptr += draw * bias_row_stride + start
     if K.bitmasked:
         bitmask_ptr += draw * bitmask_row_stride + start // 8
-    n = tl.minimum(n_cols - start, K.slice)  # columns of this slice
-    found = good
-    if good:
-        found = any_within(ids_ptr, ids_col_stride, length, start, n, K)
-    if (not K.in_place) | found | (not good):
-        if n == K.slice:
-            penalize_slice(
-                out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, n, r, once, each,
-                good, found, K, True,
+    n = tl.minimum(n_cols - start, part_blocks * K.block)  # columns of this part
+    if (not good) | K.by_block | (not K.in_place):
+        whole = n // K.block * K.block
+        for at in range(0, whole, K.block):
+            write_block(
+                out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, at, K.block, r,
+                once, each, good, K, True,
             )  # fmt: skip
-        else:
-            penalize_slice(
-                out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, n, r, once, each,
-                good, found, K, False,
+        if whole < n:
+            write_block(
+                out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, whole, n - whole,
+                r, once, each, good, K, False,
             )  # fmt: skip
+    if good & (not K.by_block):
+        write_penalized(
+            out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, n, r, once, each, K
+        )
 
 
 @triton.jit
-def penalize_slice(
-    out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, n, r, once, each, good, found,
+def write_block(
+    out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, at, n, r, once, each, good,
     K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: whether the row goes on to the slice's end, so that nothing is masked."""
-    G: tl.constexpr = K.slice // 8
-    first = tl.arange(0, G) * 8
+    """n columns of a part, from column `at` of it on, penalized if K.by_block.
+
+    WHOLE: whether the row goes on to the block's end, so that nothing is masked.
+    """
+    first = tl.arange(0, K.block // 8) * 8
     cols = first[:, None] + tl.arange(0, 8)[None, :]
     if WHOLE:
-        on = None
+        on, on_byte = None, None
     elif K.whole_groups:  # a bound of whole groups leaves accesses of 16 bytes
-        on = (first < n)[:, None] & (tl.arange(0, 8) >= 0)[None, :]
+        on_byte = (first < n)[:, None]
+        on = on_byte & (tl.arange(0, 8) >= 0)[None, :]
     else:
-        on = cols < n
+        on_byte, on = (first < n)[:, None], cols < n
+    found = good
+    if good & K.by_block:
+        found = any_within(ids_ptr, ids_col_stride, length, start + at, n, K)
+    if (not K.in_place) | found | (not good):
+        x = logits_at(logits_ptr, bias_ptr, bitmask_ptr, at + cols, at // 8 + first[:, None] // 8, on, on_byte, K)
+        if found & K.by_block:
+            counts = tl.zeros_like(cols)
+            for begin in range(0, length, K.counted):
+                counts += counts_of(out_ptr + at, cols, on, ids_ptr, ids_col_stride, begin, length, start + at, n, K)
+            x = penalized(x, counts, r, once, each)
+        tl.store(out_ptr + at + cols, tl.where(good, x, float("nan")), mask=on)
+
+
+@triton.jit
+def logits_at(logits_ptr, bias_ptr, bitmask_ptr, cols, byte, on, on_byte, K: tl.constexpr):
+    """Logits with their bias and bitmask, in which a column's bit stands in `byte`; on, on_byte: which there are."""
     x = widen(tl.load(logits_ptr + cols, mask=on), tl.float32, K.ptx)
     if K.biased:
         x += tl.load(bias_ptr + cols, mask=on).to(tl.float32)
     if K.bitmasked:
-        if WHOLE:
-            bits = tl.load(bitmask_ptr + first // 8).to(tl.int32)
+        bits = tl.load(bitmask_ptr + byte, mask=on_byte).to(tl.int32)
+        x = tl.where((bits >> cols % 8) & 1 == 1, x, NEG_INF)
+    return x
+
+
+@triton.jit
+def write_penalized(
+    out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, n, r, once, each,
+    K: tl.constexpr,
+):  # fmt: skip
+    """The n columns of a part that stand among a row's ids."""
+    T: tl.constexpr = K.tile
+    BITS: tl.constexpr = 16 if K.packed else 32
+    HELD: tl.constexpr = 64 // BITS  # logits of 64 bits
+    counter_ptr = counters_at(out_ptr, K)
+    n_tiles = tl.cdiv(length, T)
+    held = tl.zeros([T], tl.int64)  # bits of the first tiles' logits, in place
+    more = tl.zeros([T], tl.int64)  # and of the next ones'
+    if K.in_place:
+        for tile in range(n_tiles):
+            col, within = ids_at(ids_ptr, ids_col_stride, tile * T, length, start, n, K)
+            bits = tl.load(counter_ptr + col, mask=within, other=0).to(tl.int64) << tile % HELD * BITS
+            held |= tl.where(tile < HELD, bits, 0)
+            more |= tl.where(tile < HELD, 0, bits)
+    tl.debug_barrier()  # all have written their blocks, or read the logits that stand there
+    for tile in range(n_tiles):
+        col, within = ids_at(ids_ptr, ids_col_stride, tile * T, length, start, n, K)
+        tl.store(counter_ptr + col, tl.zeros([T], counter_ptr.dtype.element_ty), mask=within)
+    tl.debug_barrier()
+    firsts = tl.zeros([T], tl.int64)  # a bit a tile: whether the lane's id is the first of its column
+    for tile in range(n_tiles):
+        col, within = ids_at(ids_ptr, ids_col_stride, tile * T, length, start, n, K)
+        before = count(counter_ptr + col, within, K)
+        firsts |= (within & (before == 0)).to(tl.int64) << tile
+    tl.debug_barrier()
+    for tile in range(n_tiles):
+        col, _ = ids_at(ids_ptr, ids_col_stride, tile * T, length, start, n, K)
+        first = (firsts >> tile) & 1 == 1
+        counts = tl.load(counter_ptr + col, mask=first, other=0, cache_modifier=".cg")  # L2 has what was added
+        if K.in_place:
+            bits = tl.where(tile < HELD, held, more) >> tile % HELD * BITS
+            x = bits.to(counter_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         else:
-            bits = tl.load(bitmask_ptr + first // 8, mask=first < n, other=0).to(tl.int32)
-        x = tl.where((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1 == 1, x, NEG_INF)
-    if found:
-        counts = counts_of(out_ptr, cols, on, ids_ptr, ids_col_stride, 0, length, start, n, K)
-        if K.packed:
-            for at in range(MOST_PACKED, length, MOST_PACKED):
-                counts += counts_of(out_ptr, cols, on, ids_ptr, ids_col_stride, at, length, start, n, K)
-        x = penalized(x, counts, r, once, each)
-    x = tl.where(good, x, float("nan"))
-    tl.store(out_ptr + cols, x, mask=on)
+            x = logits_at(logits_ptr, bias_ptr, bitmask_ptr, col, col // 8, first, first, K)
+        tl.store(out_ptr + col, penalized(x, counts, r, once, each), mask=first)
 
 
 @triton.jit
@@ -105,7 +161,7 @@ def penalized(x, counts, r, once, each):
 
 @triton.jit
 def any_within(ids_ptr, ids_col_stride, length, start, n, K: tl.constexpr):
-    """Whether any of a row's ids is in a slice."""
+    """Whether any of a row's ids is among n columns from `start` on."""
     T: tl.constexpr = K.tile
     found = tl.zeros([T], tl.int32)
     for at in range(0, length, T):
@@ -116,7 +172,7 @@ def any_within(ids_ptr, ids_col_stride, length, start, n, K: tl.constexpr):
 
 @triton.jit
 def ids_at(ids_ptr, ids_col_stride, at, length, start, n, K: tl.constexpr):
-    """(the columns within the slice of a tile of ids, which of them are within it)."""
+    """(a tile of ids as columns from `start` on, which of them are among the n that are there)."""
     i = at + tl.arange(0, K.tile)
     ids = tl.load(ids_ptr + i.to(tl.int64) * ids_col_stride, mask=i < length, other=-1)
     within = (ids >= start) & (ids < start + n)
@@ -125,28 +181,37 @@ def ids_at(ids_ptr, ids_col_stride, at, length, start, n, K: tl.constexpr):
 
 @triton.jit
 def counts_of(out_ptr, cols, on, ids_ptr, ids_col_stride, begin, length, start, n, K: tl.constexpr):
-    """How often each column of a slice stands among ids from `begin` on, counted where the results will stand."""
+    """How often each column of a block stands among K.counted ids from `begin` on, by its result's memory."""
     T: tl.constexpr = K.tile
-    if K.packed:
-        end = tl.minimum(begin + MOST_PACKED, length)
-        counter_ptr = out_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
-    else:
-        end = length
-        counter_ptr = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    counter_ptr = counters_at(out_ptr, K)
+    end = tl.minimum(begin + K.counted, length)
     tl.debug_barrier()  # all have read the logits, which may stand there
     tl.store(counter_ptr + cols, tl.zeros_like(cols).to(counter_ptr.dtype.element_ty), mask=on)
     tl.debug_barrier()
     for at in range(begin, end, T):
         col, within = ids_at(ids_ptr, ids_col_stride, at, end, start, n, K)
-        if K.packed:
-            # No atomic addition has 16 bits: it is of the 32 around them, and leaves the other half as it is.
-            address = (counter_ptr + col).to(tl.int64)
-            half = address & 2
-            word_ptr = (address - half).to(tl.pointer_type(tl.int32))
-            tl.atomic_add(word_ptr, tl.full([T], 1, tl.int32) << (half.to(tl.int32) * 8), mask=within, sem="relaxed")
-        else:
-            tl.atomic_add(counter_ptr + col, 1, mask=within, sem="relaxed")
+        count(counter_ptr + col, within, K)
     tl.debug_barrier()
-    counts = tl.load(counter_ptr + cols, mask=on, cache_modifier=".cg").to(tl.int32)  # L2 has what was added
+    counts = tl.load(counter_ptr + cols, mask=on, cache_modifier=".cg").to(tl.int32)
     tl.debug_barrier()  # all have read the counts
     return counts
+
+
+@triton.jit
+def counters_at(out_ptr, K: tl.constexpr):
+    """The memory of results as counters of as many bits."""
+    return out_ptr.to(tl.pointer_type(tl.uint16 if K.packed else tl.uint32), bitcast=True)
+
+
+@triton.jit
+def count(counter_ptr, within, K: tl.constexpr):
+    """One more in each counter; what it was before."""
+    if K.packed:
+        # No atomic addition has 16 bits: it is of the 32 around them, and leaves the other half as it is.
+        address = counter_ptr.to(tl.int64)
+        shift = (address & 2).to(tl.int32) * 8
+        word_ptr = (address - (address & 2)).to(tl.pointer_type(tl.int32))
+        words = tl.atomic_add(word_ptr, tl.full(within.shape, 1, tl.int32) << shift, mask=within, sem="relaxed")
+        return (words >> shift) & 0xFFFF
+    else:
+        return tl.atomic_add(counter_ptr, 1, mask=within, sem="relaxed")

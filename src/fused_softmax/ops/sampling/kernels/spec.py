@@ -170,20 +170,23 @@ class TraceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltySpec:
-    """Of penalties: a program has `slice` columns of a row, and reads `tile` of its ids at a time.
+    """Of penalties: a program writes `block` columns of a row at a time, and reads `tile` of its ids at a time.
 
     whole_groups: whether no row ends within 8 columns. biased, bitmasked: whether a bias is added first, and whether a
     bitmask says which columns there are. packed: whether a result has 16 bits, and two counts stand in 32. in_place:
-    whether the results lie where the logits do.
+    whether the results lie where the logits do. by_block: whether there are so many ids that all columns of a block are
+    counted. counted: ids that are counted at a time, so that a count of 16 bits carries to no neighbour.
     """
 
-    slice: int
+    block: int
     tile: int
     whole_groups: bool
     biased: bool = False
     bitmasked: bool = False
     packed: bool = False
     in_place: bool = False
+    by_block: bool = False
+    counted: int = 32768
     ptx: bool = False
 
 
