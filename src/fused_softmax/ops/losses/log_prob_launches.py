@@ -15,6 +15,7 @@ from torch import Tensor
 from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.device import device_of
+from fused_softmax.core.launch import together
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.layout import alignment_of
 from fused_softmax.core.plan import RowPlan, plan_alone, plan_reduction
@@ -185,16 +186,16 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
     values = given.values(options) | {"n_cols": n_cols}
     more = tuple(given.of_launch)
     numbers = (*_NUMBERS, *more)
-    launches = [prepare(_log_probs, plan, spec, tensors, values, device=device, numbers=numbers)]
+    preparing = [partial(prepare, _log_probs, plan, spec, tensors, values, device=device, numbers=numbers)]
     if plan.parts > 1:
         lanes = triton.next_power_of_2(plan.parts)
         block = max(1, min(16, 1024 // max(lanes, spec.targets)))
         merging = replace(spec, block_rows=block, lanes=lanes, block_cols=1, pieces=1, vector=1)
         programs = partial(blocks_of, block)
-        launches.append(
-            prepare(
-                _merge_log_probs, plan, merging, tensors, values, device=device, numbers=numbers, programs=programs,
-                num_warps=4,
+        preparing.append(
+            partial(
+                prepare, _merge_log_probs, plan, merging, tensors, values, device=device, numbers=numbers,
+                programs=programs, num_warps=4,
             )
         )  # fmt: skip
     picked = picked_of(arranged)
@@ -211,7 +212,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
 
         return call
 
-    return compose(build, *launches, n=n_rows, by_row=True)
+    return compose(build, *together(*preparing), n=n_rows, by_row=True)
 
 
 def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:
@@ -334,12 +335,14 @@ def _prepare_listed(given: GivenLogits, dx: Tensor, beside: tuple, options: LogP
     of_call = arranged(given, beside, gradients, fill)
     tensors = dict(zip(("x", "values", "fill", *_GIVEN[1:], *_OF_RESULTS), of_call, strict=True))
     picked, more = picked_of(of_call), tuple(given.of_launch)
-    first = prepare(
-        _listed_gradient, plan, spec, tensors, values, device=device, numbers=(*_READ_NUMBERS, *more),
-        programs=lambda plan: plan.n_rows * shared,
-        plan_for=lambda n: plan.for_rows(n) if of_rows(n) == shared else None,
+    first, then = together(
+        partial(
+            prepare, _listed_gradient, plan, spec, tensors, values, device=device, numbers=(*_READ_NUMBERS, *more),
+            programs=lambda plan: plan.n_rows * shared,
+            plan_for=lambda n: plan.for_rows(n) if of_rows(n) == shared else None,
+        ),
+        partial(prepare, _write_listed, plan, spec, tensors | {"dx": dx}, values, device=device, numbers=more),
     )  # fmt: skip
-    then = prepare(_write_listed, plan, spec, tensors | {"dx": dx}, values, device=device, numbers=more)
 
     def build(_, first, then):
         def call(given, dx, beside, numbers):
