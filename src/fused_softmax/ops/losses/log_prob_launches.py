@@ -290,7 +290,7 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
     if listed:
         plan = _plan_listed(plan, over)
     spec = replace(
-        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False,
+        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0,
         inplace=listed and over,
     )  # fmt: skip
     of_results = "m", "ls", "entropy", "dlog_prob", "dentropy", "dlse"
