@@ -23,7 +23,14 @@ FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.flo
 NAN, INF = math.nan, math.inf
 PART = 65536  # bytes
 ALL = {"return_entropy": True, "return_lse": True, "return_stats": STATS}
+HEIGHTS = [0.0, 100.0, 12345.0, 3e8, 2.0**31]
 every_dtype = pytest.mark.parametrize("dtype", [FP32, FP16, BF16, FP64], ids=str)
+
+
+@pytest.fixture(params=["own", "nvidia"])
+def arithmetic(request):
+    if request.param == "nvidia":
+        request.getfixturevalue("nvidia")
 
 
 def targets(x, k=None, *, ignore_index=-100, seed=0):
@@ -114,6 +121,37 @@ def test_rows_of_several_parts(n_classes, dtype, device):
     x = peaked(2, n_classes).to(dtype).to(device)
     target = torch.tensor([[0, n_classes - 1, 0, -100], [1, n_classes // 2, PART // 4, PART // 4]], device=device)
     assert_right(x, target, temperature=torch.tensor([0.5, 1.5], device=device))
+
+
+@pytest.mark.parametrize("n_classes", [60, 613, PART // 4 * 2 + 4])
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_high_rows_in_the_arithmetic_of_nvidia(n_classes, height, nvidia, device):
+    """How far a row stands from 0 costs its entropy nothing, though all exponents share what rounding took of m."""
+    x = (peaked(3, n_classes) + height).to(device)
+    assert_right(x, targets(x, 3))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP64], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale": 3.0}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("n_classes", [60, 613, PART // 2 + 4])
+def test_dtypes_and_options_in_the_arithmetic_of_nvidia(n_classes, options, dtype, nvidia, device):
+    x = (peaked(2, n_classes) + 100).to(dtype).to(device)
+    assert_right(x, targets(x, 3), **options)
+
+
+@pytest.mark.parametrize("n_classes", [60, 613, PART // 4 * 2 + 4])
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_rows_all_equal_and_of_one_class(n_classes, height, arithmetic, device):
+    """Of which the entropy is log n_classes and 0, and its gradient nothing."""
+    x = torch.full((2, n_classes), height, device=device)
+    x[1, : n_classes - 1] = -1e4 - height
+    leaf = x.requires_grad_()
+    out = log_prob(leaf, torch.tensor([n_classes // 2, n_classes - 1], device=device), return_entropy=True)
+    most = math.log(n_classes)
+    torch.testing.assert_close(out.entropy.tolist(), [most, 0.0], rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(out.log_prob.tolist(), [-most, 0.0], rtol=2e-6, atol=0.0)
+    (dx,) = torch.autograd.grad(out.entropy.sum(), leaf)
+    torch.testing.assert_close(dx, torch.zeros_like(dx), rtol=0.0, atol=1e-5 / n_classes)
 
 
 @pytest.mark.parametrize("k", [17, 1100])
@@ -219,7 +257,7 @@ def test_indices_of_every_dtype(kind, ignore_index, device):
 
 @pytest.mark.parametrize("n_classes", [60, 700, PART // 4 * 2 + 4])
 @pytest.mark.parametrize("where", ["leading", "middle", "trailing"])
-def test_a_tile_of_minus_infinity(n_classes, where, device):
+def test_a_tile_of_minus_infinity(n_classes, where, arithmetic, device):
     x, third = peaked(2, n_classes), n_classes // 3
     start = {"leading": 0, "middle": third, "trailing": 2 * third}[where]
     x[:, start : start + third] = -INF
@@ -236,7 +274,7 @@ def test_a_tile_of_minus_infinity(n_classes, where, device):
     assert (dx[:, start : start + third] == 0).all()
 
 
-def test_one_class_that_is_seen(device):
+def test_one_class_that_is_seen(arithmetic, device):
     """Its probability is 1, whatever else is asked; a class of -inf has log-probability -inf and a gradient that is."""
     x = torch.full((2, 70), -INF, device=device)
     x[:, 5] = 3.0
@@ -252,7 +290,7 @@ def test_one_class_that_is_seen(device):
 
 @pytest.mark.parametrize("of", ["log_prob", "entropy", "lse", "all"])
 @pytest.mark.parametrize("k", [None, 2])
-def test_ignored_rows_of_nan(k, of, device):
+def test_ignored_rows_of_nan(k, of, arithmetic, device):
     x = peaked(4, 613).to(device)
     x[1], x[2, 3] = NAN, INF
     t = torch.tensor([3, -100, -100, 612], device=device)
@@ -265,6 +303,20 @@ def test_ignored_rows_of_nan(k, of, device):
     for each in (*out[:3], *out.stats, dx):
         assert (each[1:3] == 0).all()
         assert not each[[0, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("what", [NAN, INF])
+@pytest.mark.parametrize("at", [0, 300, 612])
+def test_what_is_no_number_makes_its_row_nan(at, what, arithmetic, device):
+    """Before, among or after a row's whole vectors."""
+    x = peaked(3, 613).to(device)
+    x[1, at] = what
+    leaf = x.requires_grad_()
+    out = log_prob(leaf, torch.tensor([3, 3, 4], device=device), return_entropy=True)
+    (dx,) = torch.autograd.grad(out.log_prob.sum() + out.entropy.sum(), leaf)
+    for each in (*out[:2], dx):
+        assert each.isnan().view(3, -1).all(-1).tolist() == [False, True, False]
+        assert each[[0, 2]].isfinite().all()
 
 
 def test_one_target_of_a_row_that_counts(device):
@@ -282,7 +334,7 @@ def test_a_target_that_is_no_class_makes_its_row_nan(device):
     assert dx[2].isfinite().all()
 
 
-def test_a_gradient_of_nan_is_not_lost(device):
+def test_a_gradient_of_nan_is_not_lost(arithmetic, device):
     x = torch.tensor([[0.0, -300.0, 5.0]], device=device, requires_grad=True)
     out = log_prob(x, torch.tensor([2], device=device), return_entropy=True, return_lse=True)
     for each in out[:3]:

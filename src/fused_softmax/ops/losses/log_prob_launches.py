@@ -276,7 +276,7 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
     if given.kept.ids is not None:
         return _prepare_listed(given, dx, beside, options, plan)
     spec = replace(
-        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False
+        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0
     )  # fmt: skip
 
     def arranged(given, dx, beside):
@@ -312,9 +312,7 @@ def _prepare_listed(given: GivenLogits, dx: Tensor, beside: tuple, options: LogP
         plan, block_rows=1, block_cols=block, pieces=1, part_cols=_LIST_PIECES * block,
         parts=-(-plan.n_cols // (_LIST_PIECES * block)), num_warps=_LIST_WARPS,
     )  # fmt: skip
-    spec = replace(
-        _spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0, ptx=False
-    )
+    spec = replace(_spec(given, options, plan), stats=beside[2] is not None, tile=True, axis=1, full_pieces=0)
 
     def of_rows(n):
         """Programs that share a row's list."""

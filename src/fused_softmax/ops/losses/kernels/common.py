@@ -11,8 +11,19 @@ import triton.language as tl
 from fused_softmax.core.kernels.exchange import wait_for_launch_before
 from fused_softmax.core.kernels.rows import load_edge, load_pieces
 from fused_softmax.core.kernels.spec import Edge
-from fused_softmax.core.kernels.state import NEG_INF, capped, exp_at, rounded_product, scores_of, widen
+from fused_softmax.core.kernels.state import (
+    LN2,
+    NEG_INF,
+    capped,
+    origin_of,
+    rounded_product,
+    rounding_of,
+    scores_of,
+    widen,
+)
 from fused_softmax.ops.losses.kernels.spec import Numbers, Shares, Target
+
+VANISHED = tl.constexpr(-2048.0)  # an exponent of which every power is 0, of 2 and of e, in fp32 and fp64
 
 
 @triton.jit
@@ -224,23 +235,51 @@ def gradient_of_logits(z, p, a, b, u, w_cols, N, K: tl.constexpr):
 
 
 @triton.jit
-def entropy_terms(pieces, scale, base, m, N, K: tl.constexpr):
-    """sum exp(z - m) (z - m) over the last axis of all pieces; -inf counts nothing."""
-    total = tl.zeros(pieces[0].shape, K.state_dtype)
-    for p in tl.static_range(len(pieces)):
-        z = scores_of(pieces[p], N.factor, K)
-        total += tl.where(z == NEG_INF, 0.0, exp_at(z, scale, base, K.ptx) * (z - m))
-    return tl.sum(total, axis=K.axis)
+def exponent_at(z, scale, base, K: tl.constexpr):
+    """The exponent by which exp_at gives exp(z - m): of 2 on NVIDIA in fp32, of e elsewhere."""
+    if K.ptx and z.dtype == tl.float32:
+        return tl.fma(z, scale, -base)
+    else:
+        return z - base
 
 
 @triton.jit
-def faded_terms(u, s, m_part, m, fade):
-    """The entropy_terms u of a part, whose own m and s they were summed with, by the m of the whole."""
-    return tl.where(fade > 0.0, (u + tl.where(s > 0.0, m_part - m, 0.0) * s) * fade, 0.0)
+def power_of(t, K: tl.constexpr):
+    """(e, t): the power e of such an exponent t, which is finite where e is 0, so that e t is 0. A NaN travels in e."""
+    e = tl.exp2(t) if K.ptx and t.dtype == tl.float32 else tl.exp(t)
+    return e, tl.maximum(t, VANISHED)
 
 
 @triton.jit
-def store_stats(entropy_ptr, predicted_ptr, row, live, ls, s, u, found, n_classes):
+def sums_and_terms(pieces, scale, base, N, K: tl.constexpr):
+    """(sum e, sum e t) over the last axis of all pieces; -inf counts nothing."""
+    s, t = power_of(exponent_at(scores_of(pieces[0], N.factor, K, K.unpack), scale, base, K), K)
+    u = rounded_product(s, t)
+    for p in tl.static_range(1, len(pieces)):
+        e, t = power_of(exponent_at(scores_of(pieces[p], N.factor, K, K.unpack), scale, base, K), K)
+        s += e
+        u = tl.fma(e, t, u)
+    return tl.sum(s, axis=K.axis), tl.sum(u, axis=K.axis)
+
+
+@triton.jit
+def faded_terms(u, s, m_part, m, fade, K: tl.constexpr):
+    """The terms u of a part, whose own m and s they were summed with, by the m of the whole."""
+    _, base_part = origin_of(m_part, K.ptx)
+    _, base = origin_of(m, K.ptx)
+    return rounded_product(u + tl.maximum(base_part - base, VANISHED) * s, fade)
+
+
+@triton.jit
+def entropy_of(m, s, ls, u, K: tl.constexpr):
+    """The entropy of rows in nats. Where origin_of's scale is 1, each e is 0 or 1 and each e t is 0."""
+    if K.ptx and m.dtype == tl.float32:
+        u = (u - rounded_product(rounding_of(m, K.ptx), s)) * LN2
+    return ls - u / s
+
+
+@triton.jit
+def store_stats(entropy_ptr, predicted_ptr, row, live, entropy, found, n_classes):
     """The entropy of rows in nats, and their likeliest class."""
-    tl.store(entropy_ptr + row, ls - u / s, mask=live)
+    tl.store(entropy_ptr + row, entropy, mask=live)
     tl.store(predicted_ptr + row, tl.where(found < n_classes, found, 0).to(tl.int64), mask=live)

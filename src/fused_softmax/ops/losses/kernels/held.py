@@ -31,10 +31,12 @@ from fused_softmax.core.kernels.state import (
     log_sum_of,
     max_of,
     origin_of,
+    rounded_product,
     scores_of,
 )
 from fused_softmax.ops.losses.kernels.common import (
-    entropy_terms,
+    entropy_of,
+    exponent_at,
     finish_edge,
     gradient_of_logits,
     load_edge_logits,
@@ -43,11 +45,13 @@ from fused_softmax.ops.losses.kernels.common import (
     numbers_of,
     per_row,
     per_row_counted,
+    power_of,
     shares_of,
     store_losses,
     store_stats,
     sum_of,
     sum_of_edge,
+    sums_and_terms,
     target_of,
     terms_of,
     weight_total,
@@ -98,14 +102,15 @@ def _tile_loss(
     store_losses(loss_ptr, z_ptr, r.row, live, m, ls, z_t, zero, T, wz, w_total, n_cols, N, K)
     scale, base = origin_of(m, K.ptx)
     if K.stats:
-        u = entropy_terms(z, scale, base, m, N, K)[:, None]
+        _, u = sums_and_terms(z, scale, base, N, K)
+        u = u[:, None]
         found = first_max_of(z, m, r.head, r.cols, N.factor, K)[:, None]
         if K.shifted:
-            e = exp_at(edge.x, scale, base, K.ptx)
-            u += tl.sum(tl.where(edge.x == NEG_INF, 0.0, e * (edge.x - m)), axis=1)[:, None]
+            e, t = power_of(exponent_at(edge.x, scale, base, K), K)
+            u += tl.sum(rounded_product(e, t), axis=1)[:, None]
             at = tl.where(edge.on & (edge.x == m), edge.cols, NO_COLUMN)
             found = tl.minimum(found, tl.min(at, axis=1)[:, None])
-        store_stats(entropy_ptr, predicted_ptr, r.row, live, ls, s, u, found, n_cols)
+        store_stats(entropy_ptr, predicted_ptr, r.row, live, entropy_of(m, s, ls, u, K), found, n_cols)
     if K.gradient:
         g, g_z = per_row(totals_ptr, K)
         D = shares_of(m + ls, T.w, w_total, g, g_z, n_cols, N, K)

@@ -11,12 +11,15 @@ import triton.language as tl
 
 from fused_softmax.core.kernels.rows import body_of, tile_part_of, whole_vectors
 from fused_softmax.core.kernels.spec import Rows
-from fused_softmax.core.kernels.state import NEG_INF, log_sum_of, scores_of
+from fused_softmax.core.kernels.state import LN2, LOG2E, NEG_INF, log_sum_of, origin_of, rounding_of, scores_of
 from fused_softmax.ops.losses.kernels.common import (
+    entropy_of,
+    exponent_at,
     load_edge_logits,
     load_logits,
     logit_of_target,
     numbers_of,
+    power_of,
     slope_of,
 )
 from fused_softmax.ops.losses.kernels.kept import among, bit_of, bits_from, bits_of_tile, list_of
@@ -110,7 +113,7 @@ def store_log_probs(
         tl.store(m_ptr + row, S.m)
         tl.store(ls_ptr + row, ls)
     if K.stats:
-        tl.store(entropy_ptr + row, tl.where(seen, ls - S.u / S.s, 0.0))
+        tl.store(entropy_ptr + row, tl.where(seen, entropy_of(S.m, S.s, ls, S.u, K), 0.0))
     if lse_ptr is not None:
         tl.store(lse_ptr + row, tl.where(counts, S.m + ls, 0.0))
     if log_sq_ptr is not None:
@@ -203,11 +206,15 @@ def column_of(S):
 @triton.jit
 def slope_by_entropy(z, U, N, K: tl.constexpr):
     """What a piece's logits get of lse and of the entropy: p (a - g_H (log p + H)), where p log p of 0 is 0."""
-    log_p = z - U.m - U.ls
-    p = tl.exp(log_p)
+    scale, base = origin_of(U.m, K.ptx)
+    ls, unit = U.ls, 1.0  # of the exponent, in nats
+    if K.ptx and U.m.dtype == tl.float32:
+        ls = ls * LOG2E + rounding_of(U.m, K.ptx)
+        unit = LN2
+    p, t = power_of(exponent_at(z, scale, base, K) - ls, K)
     of_p = U.a
     if K.stats:
-        of_p = U.a - U.g_entropy * (tl.where(p == 0.0, 0.0, log_p) + U.entropy)
+        of_p = (U.a - U.g_entropy * U.entropy) - (U.g_entropy * unit) * t
     return p * of_p
 
 
@@ -277,7 +284,7 @@ def _log_prob_gradient(
     for at in range(r.start, tl.minimum(r.start + part_cols, n_cols), PIECES * K.block_cols):
         z = load_logits(x_body + at, r.cols, end - at, 0.0, N, K, PIECES, 0)
         for p in tl.static_range(PIECES):
-            z_p = scores_of(z[p], N.factor, K)
+            z_p = scores_of(z[p], N.factor, K, K.unpack)
             dx = slope_by_entropy(z_p, U, N, K) * slope_of(z_p, N, K)
             on = (p * K.block_cols + r.cols < end - at) & live
             dx = tl.where(U.counts, dx, 0.0)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fused_softmax.core.kernels.state import log_sum_of
 from fused_softmax.ops.losses.kernels.common import (
+    entropy_of,
     load_target_logit,
     numbers_of,
     store_losses,
@@ -52,7 +53,8 @@ def _online_loss(
             tl.store(ls_ptr + row, ls)
         store_losses(loss_ptr, z_ptr, row, part >= 0, S.m, ls, z_t, zero_of(z_t), T, S.wz, w_total, n_cols, N, K)
         if K.stats:
-            store_stats(entropy_ptr, predicted_ptr, row, part >= 0, ls, S.s, S.u, S.found, n_cols)
+            entropy = entropy_of(S.m, S.s, ls, S.u, K)
+            store_stats(entropy_ptr, predicted_ptr, row, part >= 0, entropy, S.found, n_cols)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "ignore_index"])
@@ -76,7 +78,8 @@ def _merge_losses(
         tl.store(ls_ptr + row, ls)
     store_losses(loss_ptr, z_ptr, row, row >= 0, S.m, ls, z_t, zero_of(z_t), T, S.wz, w_total, n_cols, N, K)
     if K.stats:
-        store_stats(entropy_ptr, predicted_ptr, row, row >= 0, ls, S.s, S.u, S.found, n_cols)
+        entropy = entropy_of(S.m, S.s, ls, S.u, K)
+        store_stats(entropy_ptr, predicted_ptr, row, row >= 0, entropy, S.found, n_cols)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "ignore_index"])

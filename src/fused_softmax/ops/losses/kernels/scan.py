@@ -18,16 +18,17 @@ from fused_softmax.core.kernels.state import (
     origin_of,
     rounded_product,
     scores_of,
-    sum_exp_of,
     weight_of,
 )
 from fused_softmax.ops.losses.kernels.common import (
-    entropy_terms,
+    exponent_at,
     faded_terms,
     finish_edge,
     load_logits,
+    power_of,
     sum_of,
     sum_of_edge,
+    sums_and_terms,
 )
 from fused_softmax.ops.losses.kernels.kept import ELSEWHERE, bits_on, columns_at
 from fused_softmax.ops.losses.kernels.spec import Scanned
@@ -99,20 +100,21 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
             else:
                 here = first_max_of(z, m_tile, (r.head + at).to(tl.int32), r.cols, N.factor, K)[:, None]
             found = tl.where(m_tile > m, here, tl.minimum(found, here))
+        s_tile, u_tile = sums_and_terms(held, scale, base, N, K)
         if K.stats:
-            u = faded_terms(u, s, m, m_tile, fade) + entropy_terms(held, scale, base, m_tile, N, K)[:, None]
+            u = faded_terms(u, s, m, m_tile, fade, K) + u_tile[:, None]
         if K.moments:
             squares, values = moments_of(held, r.cols, end - at, on, scale, base, N, K)
             q = q * fade * fade + squares[:, None]
             total += values[:, None]
             if K.picks:
                 n += count_of(on, K)[:, None]
-        s = s * fade + sum_exp_of(held, scale, base, N.factor, K)[:, None]
+        s = s * fade + s_tile[:, None]
         m = m_tile
     m_lane = m
     m = tl.max(tl.max(m_lane, axis=1), axis=0)
     fade = weight_of(m_lane, m, K.ptx)
-    u = tl.sum(tl.sum(faded_terms(u, s, m_lane, m, fade), axis=1), axis=0)
+    u = tl.sum(tl.sum(faded_terms(u, s, m_lane, m, fade, K), axis=1), axis=0)
     s = tl.sum(tl.sum(s * fade, axis=1), axis=0)
     wz = tl.sum(tl.sum(wz, axis=1), axis=0)
     q = tl.sum(tl.sum(q * fade * fade, axis=1), axis=0)
@@ -125,15 +127,15 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
         edge = finish_edge(edge, N, K)
         m_edge = tl.max(edge.x, axis=0)
         scale, base = origin_of(m_edge, K.ptx)
-        e = exp_at(edge.x, scale, base, K.ptx)
+        e, t = power_of(exponent_at(edge.x, scale, base, K), K)
         m_body, s_body, s_edge = m, s, tl.sum(e, axis=0)
         m, s = merge(m, s, m_edge, s_edge, K.ptx)
         if K.smooth:
             wz += sum_of_edge(edge, weight_ptr, zero, 0, K)
         if K.stats:
-            u_edge = tl.sum(tl.where(edge.x == NEG_INF, 0.0, e * (edge.x - m_edge)), axis=0)
-            u = faded_terms(u, s_body, m_body, m, weight_of(m_body, m, K.ptx))
-            u += faded_terms(u_edge, s_edge, m_edge, m, weight_of(m_edge, m, K.ptx))
+            u_edge = tl.sum(rounded_product(e, t), axis=0)
+            u = faded_terms(u, s_body, m_body, m, weight_of(m_body, m, K.ptx), K)
+            u += faded_terms(u_edge, s_edge, m_edge, m, weight_of(m_edge, m, K.ptx), K)
         if K.finds:
             found = tl.where(m_body == m, found, NO_COLUMN)
             found = tl.minimum(found, tl.min(tl.where(edge.on & (edge.x == m), edge.cols, NO_COLUMN), axis=0))
@@ -193,7 +195,7 @@ def moments_of(pieces, cols, size, on, scale, base, N, K: tl.constexpr):
     squares = tl.zeros(pieces[0].shape, K.state_dtype)
     values = tl.zeros(pieces[0].shape, K.state_dtype)
     for p in tl.static_range(len(pieces)):
-        z = scores_of(pieces[p], N.factor, K)
+        z = scores_of(pieces[p], N.factor, K, K.unpack)
         e = exp_at(z, scale, base, K.ptx)
         squares += rounded_product(e, e)
         if K.picks:
@@ -242,7 +244,7 @@ def merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K: tl.constexpr):
     n = tl.zeros(m.shape, K.state_dtype)
     if K.stats:
         u_parts = tl.load(states_ptr + 3 * step, mask=on, other=0.0)
-        u = tl.sum(faded_terms(u_parts, s_parts, m_parts, m[:, None], fade), axis=1)
+        u = tl.sum(faded_terms(u_parts, s_parts, m_parts, m[:, None], fade, K), axis=1)
     if K.moments:
         q_parts = tl.load(states_ptr + 4 * step, mask=on, other=0.0)
         q = tl.sum(rounded_product(rounded_product(q_parts, fade), fade), axis=1)

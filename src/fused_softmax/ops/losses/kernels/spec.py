@@ -160,7 +160,7 @@ class Masked(NamedTuple):
 class Scanned(NamedTuple):
     """What is known of a row of logits, or of its part, once it was read: 0, or no column, where nobody asked.
 
-    m, s: its state. wz: sum_c w_c (z_c - zero). u: sum exp(z - m) (z - m). q: sum exp(z - m) ** 2. total: sum z.
+    m, s: its state. wz: sum_c w_c (z_c - zero). u: sum e t of `sums_and_terms`. q: sum exp(z - m) ** 2. total: sum z.
     found: the first column whose logit is m. n: how many columns count, of a row that is normalised over some alone.
     """
 

@@ -23,12 +23,15 @@ from fused_softmax.core.kernels.state import (
     widen,
 )
 from fused_softmax.ops.losses.kernels.common import (
+    entropy_of,
+    exponent_at,
     faded_terms,
     gradient_of_logits,
     logit_of_target,
     logits_of,
     numbers_of,
     per_row,
+    power_of,
     shares_of,
     store_losses,
     store_stats,
@@ -112,7 +115,7 @@ def _token_stats(
     x_ptr, bias_ptr, numbers_ptr, m_ptr, u_ptr, found_ptr,
     first, n_classes, padded, part_classes, n_read, factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """The entropy_terms u and the first likeliest class of one part of a block, whose m is there already."""
+    """The terms u of the entropy and the first likeliest class of one part of a block, whose m is there already."""
     BLOCK_CLASSES: tl.constexpr = K.block_cols
     BLOCK_TOKENS: tl.constexpr = K.block_tokens
     PIECES: tl.constexpr = K.pieces
@@ -129,7 +132,8 @@ def _token_stats(
         for p in tl.static_range(PIECES):
             row = classes_of(p, K)
             z = scores_of(x[p], N.factor, K)
-            u += tl.where(z == NEG_INF, 0.0, exp_at(z, scale, base, K.ptx) * (z - m))
+            e, t = power_of(exponent_at(z, scale, base, K), K)
+            u = tl.fma(e, t, u)
             found = tl.minimum(found, tl.where((z == m) & (row < P.stop - at), first + at + row, NO_COLUMN))
     tl.store(u_ptr + at_part, tl.sum(u, axis=0)[None, :], mask=P.on)
     tl.store(found_ptr + at_part, tl.min(found, axis=0)[None, :], mask=P.on)
@@ -203,10 +207,11 @@ def _merge_token_stats(
         at = part * stride + token
         m_part, s_part = tl.load(m_ptr + at), tl.load(s_ptr + at)
         fade = weight_of(m_part, m, K.ptx)
-        u += faded_terms(tl.load(u_ptr + at), s_part, m_part, m, fade)
+        u += faded_terms(tl.load(u_ptr + at), s_part, m_part, m, fade, K)
         s += s_part * fade
         found = tl.minimum(found, tl.where(m_part == m, tl.load(found_ptr + at), NO_COLUMN))
-    store_stats(entropy_ptr, predicted_ptr, token, live, log_sum_of(m, s, K.ptx), s, u, found, n_classes)
+    entropy = entropy_of(m, s, log_sum_of(m, s, K.ptx), u, K)
+    store_stats(entropy_ptr, predicted_ptr, token, live, entropy, found, n_classes)
 
 
 @triton.jit(do_not_specialize=["first", "n_classes", "padded", "part_classes"])
