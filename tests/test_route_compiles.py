@@ -6,8 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from launches import GPUS, specialised
 
+from fused_softmax.core.launch import MOST_SPILLED
 from fused_softmax.ops.routing import launches
 from fused_softmax.ops.routing.options import Routing
 
@@ -17,7 +19,8 @@ PLAIN = {"return_counts": False}
 LOSSES = {"return_aux_loss": True, "return_z_loss": True}
 BIAS = torch.zeros(256)
 V3 = {"score": "sigmoid", "bias": BIAS, "n_groups": 8, "groups_kept": 4, "scale": 2.5, **PLAIN}
-# Rows, experts, k, options, and how many registers a thread takes at most.
+# Rows, experts, k, options, and how many registers a thread takes at most. With 64 all programs of a plan
+# with sums are resident at once; Triton 3.9 takes more.
 CALLS = {
     "64 experts": (16384, 64, 6, PLAIN, 40),
     "128 experts": (16384, 128, 8, PLAIN, 40),
@@ -27,8 +30,14 @@ CALLS = {
     "2304 experts": (8192, 2304, 36, PLAIN, 104),
     "few rows": (64, 256, 8, PLAIN, 56),
     "few rows by groups": (64, 256, 8, V3, 80),
+    "counts": (16384, 256, 8, {}, 64),
     "losses": (16384, 256, 8, LOSSES, 64),
-    "losses of sequences": (16384, 256, 8, LOSSES | {"sequence_length": 4096, "score": "sigmoid"}, 80),
+    "losses of sequences": (16384, 256, 8, LOSSES | {"sequence_length": 4096, "score": "sigmoid"}, 64),
+    "losses by groups": (16384, 256, 8, LOSSES | V3, 96),
+    "losses of 64 experts": (16384, 64, 6, LOSSES, 56),
+    "losses of 128 experts": (16384, 128, 8, LOSSES, 64),
+    "losses of 512 experts": (16384, 512, 10, LOSSES, 128),
+    "losses of 2304 experts": (8192, 2304, 36, LOSSES, 128),
 }
 
 
@@ -45,7 +54,8 @@ def listening(found):
 def forward_of(target, n_rows, n_experts, k, options, dtype):
     found: list = []
     options = Routing(k=k, **options)
-    with listening(found), mock.patch.object(launches, "device_of", return_value=GPUS[target]):
+    gpu = {"device_of": lambda _: GPUS[target], "has_ptx": lambda _: target != "gfx942"}
+    with listening(found), mock.patch.multiple(launches, **gpu):
         given = launches.rows_of_call(torch.empty(n_rows, n_experts, dtype=dtype), options)
         launches.prepare_route(given, options, False)
     return found[0].compile(target)
@@ -56,10 +66,12 @@ def forward_of(target, n_rows, n_experts, k, options, dtype):
 def test_registers_of_routing(call, dtype):
     *sizes, most = CALLS[call]
     binary = forward_of("sm_90", *sizes, dtype)
-    assert binary.stack_bytes == 0
-    assert dtype == torch.float32 or binary.registers <= most
+    sums = Routing(k=1, **sizes[3]).sums
+    newer = sums and triton.__version__ >= "3.9"
+    assert binary.stack_bytes <= (MOST_SPILLED if newer else 8 if sums and dtype == torch.float32 else 0)
+    assert dtype == torch.float32 or binary.registers <= most + 32 * newer
     assert "redux.sync" in binary.ptx
-    if not Routing(k=1, **sizes[3]).sums:
+    if not sums:
         assert binary.shared_bytes == 0  # a row is in the lanes of one warp from its first load to its last store
 
 

@@ -152,6 +152,9 @@ def test_the_greatest_k_and_number_of_experts(device):
     assert_same(x, 64, {"return_counts": False}, device, ("weights",))
 
 
+STRATEGIES = {"held": launches.HELD, "read again": 0}  # how programs add up their rows, by the HELD that asks for it
+
+
 def of_plan(x, options, device, **plan):
     """What rows give by a plan of our own."""
     given = launches.rows_of_call(x.to(device), options)
@@ -177,7 +180,10 @@ PLANS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sequences", [None, 7])
 @pytest.mark.parametrize("name", PLANS)
-def test_plans(name, sequences, dtype, device):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairwise(("strategy", "sequences", "name"))
+def test_plans(strategy, name, sequences, dtype, device, monkeypatch):
+    monkeypatch.setattr(launches, "HELD", STRATEGIES[strategy])
     x = rows(14, 80, dtype)
     x[3, 2] = NAN
     options = Routing(k=5, sequence_length=sequences, **EVERYTHING)
@@ -197,6 +203,63 @@ def test_plans(name, sequences, dtype, device):
     assert torch.equal(*dx)
     step = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(dx[0].cpu(), torch.autograd.grad(total, leaf)[0], rtol=step, atol=step / 20)
+
+
+SUMS = {  # experts, k, options
+    "counts alone": (80, 5, {}),
+    "sequences": (80, 5, {"sequence_length": 7, "row_mask": True, **EVERYTHING}),
+    "sequences of sigmoid": (40, 5, {"sequence_length": 2, "score": "sigmoid", **EVERYTHING}),
+    "noise": (80, 5, {"noise": True, **EVERYTHING}),
+    "sigmoid with bias": (70, 40, {"score": "sigmoid", "bias": True, **EVERYTHING}),
+    "sqrtsoftplus": (33, 4, {"score": "sqrtsoftplus", **EVERYTHING}),
+    "groups": (140, 9, {"n_groups": 4, "groups_kept": 2, **EVERYTHING}),
+    "V3": (80, 5, {"n_groups": 4, "groups_kept": 2, "score": "sigmoid", "bias": True, **EVERYTHING}),
+    "replay": (80, 5, {"indices": True, "row_mask": True, **EVERYTHING}),
+    "replay by groups": (140, 9, {"indices": True, "n_groups": 4, "groups_kept": 2, **EVERYTHING}),
+    "tiles that are stacked": (512, 10, {"row_mask": True, **EVERYTHING}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("turn", [{"rows": 1, "part_rows": 5}, {"rows": 4, "part_rows": 8}], ids=["one", "four"])
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairwise(("strategy", "name"))
+def test_sums_by_several_turns(strategy, name, turn, dtype, device, monkeypatch):
+    """Rows that are not routed, ties at the last choice, and turns and parts with rows left over."""
+    monkeypatch.setattr(launches, "HELD", STRATEGIES[strategy])
+    n_experts, k, options = SUMS[name]
+    x = rows(14, n_experts, dtype)
+    x[3, 2], x[6], x[9, 1] = NAN, -INF, INF
+    x[4], x[8, 7:] = 0.0, -INF
+    x[11, 1::2] = x[11].max()
+    options = given(options, x, k)
+    asked = Routing(k=k, **on(device, options))
+    found, tensors, plan = of_plan(x, asked, device, **turn)
+    assert launches._spec(tensors, asked, plan, True).held == (strategy == "held")
+    wanted = reference.route(x, k, **options)
+    assert torch.equal(found.indices.cpu(), wanted.indices)
+    assert torch.equal(found.counts.cpu(), wanted.counts)
+    for field in ("prob_sums", "aux_loss", "z_loss"):
+        ours, theirs = getattr(found, field), getattr(wanted, field)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_registers_hold_the_sums_of_512_experts_and_no_more():
+    for n_experts, groups, held in [
+        (1, 1, True),
+        (512, 1, True),
+        (513, 1, False),
+        (512, 16, True),
+        (17 * 4, 17, False),
+    ]:
+        options = Routing(k=1, n_groups=groups, groups_kept=1)
+        tensors = launches.rows_of_call(torch.zeros(2, n_experts), options)
+        plan = plan_route(2, n_experts, 2, H200, sums=True)
+        assert launches._spec(tensors, options, plan, True).held == held
+        assert not launches._spec(tensors, options, plan, False).held
 
 
 def test_a_row_has_a_warp_whatever_the_plan():

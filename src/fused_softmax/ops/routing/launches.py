@@ -10,12 +10,15 @@ from fused_softmax.core import launch, workspace
 from fused_softmax.core.calls import allocator, kept
 from fused_softmax.core.device import device_of
 from fused_softmax.core.launched import Launched, compose, of_rows
+from fused_softmax.core.runner import has_ptx
 from fused_softmax.ops.routing.kernels.spec import BESIDE, LANES, RouteSpec
 from fused_softmax.ops.routing.options import Routing
-from fused_softmax.ops.routing.plan import RoutePlan, plan_route
+from fused_softmax.ops.routing.plan import SUMMING, WARPS, RoutePlan, plan_route
 
 MOST_EXPERTS, MOST_K = 4096, 64
 MOST_GROUPS, MOST_GROUP_TILES = LANES, 64  # each group has a lane, and its experts begin with a tile of their own
+HELD = 16  # tiles of experts up to which a program holds in registers what it adds up; by more it reads its rows again
+REGISTERS = 65536 // (32 * WARPS * SUMMING)  # of a thread, by which all programs that add up are resident at once
 _SUMS = 3  # the use of slots
 _UNIT_BITS = 40  # of a sum of probabilities behind the point, of up to 2 ** 22 rows
 
@@ -151,6 +154,7 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     launched = launch.prepare(
         _route, plan.programs, like, [scalars[name] for name in names], {"K": spec}, device=device,
         num_warps=plan.num_warps, plan=plan,
+        **({"most_registers": REGISTERS} if spec.held and plan.num_warps == WARPS and has_ptx(device) else {}),
     )  # fmt: skip
     there = [i for i, each in enumerate(like) if each is not None]
 
@@ -196,7 +200,7 @@ def _slots(device: int, size: int) -> Tensor:
 def _spec(given: RouteRows, options: Routing, plan: RoutePlan, sums: bool) -> RouteSpec:
     compares_scores = options.score_first and (given.bias is not None or options.grouped)
     by_itself = given.bias is None and given.indices is None and not options.grouped
-    return RouteSpec(
+    spec = RouteSpec(
         n_experts=plan.n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
         renormalize=options.renormalize, n_groups=options.n_groups if options.grouped else 1,
         groups_kept=options.groups_kept or 1, top2=options.group_score == "top2",
@@ -205,6 +209,7 @@ def _spec(given: RouteRows, options: Routing, plan: RoutePlan, sums: bool) -> Ro
         sequences=sums and options.return_aux_loss and options.sequence_length is not None, sum_rows=plan.sum_rows,
         sum_cols=plan.sum_cols, sum_ids=LANES * plan.num_warps, aligned=given.x.stride(0) % 8 == 0,
     )  # fmt: skip
+    return replace(spec, held=sums and spec.n_tiles <= HELD)
 
 
 def backward(given: RouteRows, rows: RoutedRows, of_results: OfResults, options: Routing) -> Tensor:

@@ -15,7 +15,8 @@ CHOSEN = 2
 # Functions of tiles, lists and keys: a word of the caller says what they do.
 _PLACES = frozenset({
     "after", "along_lanes", "best_head", "first_at", "in_lanes", "is_row_of_numbers", "keys_of", "lanes", "lists_of",
-    "logits_of_taken", "number_found", "numbers_of", "of_each", "over", "recorded", "taken_of", "tiles_of",
+    "logits_of_taken", "nothing_held", "number_found", "numbers_of", "of_each", "over", "recorded", "taken_of",
+    "tiles_of",
 })  # fmt: skip
 
 
@@ -40,7 +41,14 @@ ROUTES = (
         formula=Formula(1, 0, written_m=2 * CHOSEN),
         story=Story(
             {
-                "_route": Told({"find the token": "program = tl.program_id"}, row="first", m=(), s=()),
+                "_route": Told(
+                    {"find the token": "program = tl.program_id"},
+                    row="first",
+                    m=(),
+                    s=(),
+                    silent=("held = nothing_held",),
+                    unused=("held",),
+                ),
                 "route_rows": Told(
                     {
                         "find the token": "row = first",
@@ -54,7 +62,8 @@ ROUTES = (
                     s=(),
                     notes={
                         "tiles = tiles_of": "A lane for each expert. A warp has 32, so the others here hold -inf.",
-                        "found, ids, ordered": "The chosen experts lie in the first lanes, the best one first.",
+                        "keys, ordered = keys_of": "The logits become integers that sort as they do.",
+                        "found, ids, last": "The chosen experts lie in the first lanes, the best one first.",
                         "weights = weights_of_taken": "The softmax of the chosen logits alone: they add up to 1.",
                     },
                     silent=(
@@ -66,19 +75,35 @@ ROUTES = (
                         "valid &= wrong",
                         "R = Given",
                     ),
-                    unused=("n_turns", "scale", "noise_row_stride", "dense_row_stride", "total", "of_scores", "wrong"),
+                    unused=(
+                        "n_turns",
+                        "scale",
+                        "noise_row_stride",
+                        "dense_row_stride",
+                        "total",
+                        "of_scores",
+                        "wrong",
+                        "last",
+                        "last_id",
+                        "held",
+                    ),
                 ),
                 "choose": Told(
-                    {"choose": "keys, ordered = keys_of"},
+                    {"choose": "heads, experts = lists_of"},
                     notes={
-                        "keys, ordered = keys_of": "The logits become integers that sort as they do.",
                         "at = first_at": "The greatest of all heads is the next choice. Of equal ones the lowest "
                         "expert has it.",
                         "heads, experts = after(heads, experts, best, at": "The lane that had the best goes on to its "
                         "next.",
                     },
-                    silent=("HALVES", "found, ids = (), ()", "found = found + (in_lanes", "ids = ids + (in_lanes"),
-                    unused=("m", "total", "n_turns"),
+                    silent=(
+                        "HALVES",
+                        "found, ids = (), ()",
+                        "found = found + (in_lanes",
+                        "ids = ids + (in_lanes",
+                        "best, at = of_each",
+                    ),
+                    unused=("n_turns",),
                 ),
                 "weights_of_taken": Told(
                     {"weights": "top = of_each"},

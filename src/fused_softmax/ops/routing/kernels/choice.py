@@ -26,21 +26,18 @@ NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def choose(tiles, m, total, bias_ptr, n_turns, K: tl.constexpr):
-    """(keys, experts, whether all that is compared are numbers) of the K.k best of each row, [rows, LANES] each half.
+def choose(keys, n_turns, K: tl.constexpr):
+    """The K.k best of each row: their keys and their experts, [rows, LANES] of each half, and of the last of them both.
 
-    m, total: of rows, where K.of_scores.
+    Where K.packed, a key is also its expert.
     """
     HALVES: tl.constexpr = K.halves
-    keys, ordered = keys_of(tiles, m, total, bias_ptr, K)
-    if K.grouped:
-        keys, in_order = within_best_groups(keys, K)
-        ordered &= in_order
     heads, experts = lists_of(keys, K)
     found, ids = (), ()
     for _ in tl.static_range(HALVES):
         found = found + (in_lanes(LOWEST, tl.int32, K),)  # noqa: RUF005  the compiler has no unpacking
         ids = ids + (in_lanes(-1, tl.int32, K),)  # noqa: RUF005
+    best, at = of_each(LOWEST, tl.int32, K), of_each(-1, tl.int32, K)
     if K.packed:
         for turn in range(K.k):
             best = best_head(heads, K)
@@ -53,12 +50,15 @@ def choose(tiles, m, total, bias_ptr, n_turns, K: tl.constexpr):
             at = first_at(heads, experts, best, K)
             found, ids = recorded(found, best, turn), recorded(ids, at, turn)
             heads, experts = after(heads, experts, best, at, K)
-    return found, ids, ordered
+    return found, ids, best, at
 
 
 @triton.jit
 def keys_of(tiles, m, total, bias_ptr, K: tl.constexpr):
-    """int32 of all tiles that sort as what the choice compares; LOWEST where no expert is."""
+    """int32 of all tiles that sort as what the choice compares, and whether all of that are numbers.
+
+    LOWEST where no expert may be chosen. m, total: of rows, where K.of_scores.
+    """
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     START: tl.constexpr = K.starts
@@ -70,7 +70,11 @@ def keys_of(tiles, m, total, bias_ptr, K: tl.constexpr):
         )
         keys = keys + of_chunk
         bad |= of_bad
-    return keys, tl.max(bad, axis=1) == 0
+    ordered = tl.max(bad, axis=1) == 0
+    if K.grouped:
+        keys, in_order = within_best_groups(keys, K)
+        ordered &= in_order
+    return keys, ordered
 
 
 @triton.jit

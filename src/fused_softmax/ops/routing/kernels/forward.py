@@ -4,15 +4,16 @@
     ids the k best of x, or of score + bias; weight = score[ids] / sum score[ids] * scale
     aux = n_experts * sum(count * sum p) / (n ** 2 * k), z = sum (m + log s) ** 2 / n
 
-Traffic: logits are read once, and 8 bytes are written for each choice. For the sums a program reads its own rows a
-second time, which its multiprocessor still has.
+Traffic: logits are read once, and 8 bytes are written for each choice. With sums, 8 or 12 bytes of states are written
+for each row. Of so many experts that no registers hold what a program adds up (not K.held), it reads its own rows a
+second time for that, which its multiprocessor still has.
 """
 
 import triton
 import triton.language as tl
 
 from fused_softmax.core.kernels.state import LOG2E, NEG_INF
-from fused_softmax.ops.routing.kernels.choice import choose, number_found, numbers_of
+from fused_softmax.ops.routing.kernels.choice import choose, keys_of, number_found, numbers_of
 from fused_softmax.ops.routing.kernels.common import (
     LANES,
     LEAST,
@@ -31,6 +32,7 @@ from fused_softmax.ops.routing.kernels.common import (
     weights_of,
     write_zeros,
 )
+from fused_softmax.ops.routing.kernels.held import add_held, nothing_held, with_choices, with_ids, with_probs
 from fused_softmax.ops.routing.kernels.spec import Given, Sums
 from fused_softmax.ops.routing.kernels.sums import add_rows
 
@@ -49,29 +51,33 @@ def _route(
     sequence, part = program // n_parts, program % n_parts
     first = sequence.to(tl.int64) * length + part * part_rows
     end = tl.minimum(first + part_rows, (sequence + 1).to(tl.int64) * length)
+    held = nothing_held(K)
     for at in range(first, end, K.rows):
-        route_rows(
+        held = route_rows(
             x_ptr, bias_ptr, noise_ptr, given_ptr, mask_ptr, weights_ptr, indices_ptr, dense_ptr, states_ptr,
-            x_row_stride, noise_row_stride, dense_row_stride, at, end, n_turns, scale, K,
+            x_row_stride, noise_row_stride, dense_row_stride, at, end, n_turns, scale, held, K,
         )  # fmt: skip
     if K.sums:
-        tl.debug_barrier()  # what all threads wrote of these rows is read again
         S = Sums(
             slots_ptr, all_ptr, squares_ptr, balances_ptr, shares_ptr, of_sequences_ptr, counts_ptr, prob_sums_ptr,
             aux_loss_ptr, z_loss_ptr, unit,
         )  # fmt: skip
-        add_rows(
-            x_ptr, noise_ptr, indices_ptr, states_ptr, x_row_stride, noise_row_stride, first, end, sequence, n_parts,
-            n_sequences, S, K,
-        )  # fmt: skip
+        if K.held:
+            add_held(held, sequence, n_parts, n_sequences, S, K)
+        else:
+            tl.debug_barrier()  # what all threads wrote of these rows is read again
+            add_rows(
+                x_ptr, noise_ptr, indices_ptr, states_ptr, x_row_stride, noise_row_stride, first, end, sequence,
+                n_parts, n_sequences, S, K,
+            )  # fmt: skip
 
 
 @triton.jit
 def route_rows(
     x_ptr, bias_ptr, noise_ptr, given_ptr, mask_ptr, weights_ptr, indices_ptr, dense_ptr, states_ptr, x_row_stride,
-    noise_row_stride, dense_row_stride, first, end, n_turns, scale, K: tl.constexpr,
+    noise_row_stride, dense_row_stride, first, end, n_turns, scale, held, K: tl.constexpr,
 ):  # fmt: skip
-    """K.rows rows from `first` on, as many as there are before the end."""
+    """K.rows rows from `first` on, as many as there are before the end. Returns what is held, with these rows."""
     HALVES: tl.constexpr = K.halves
     row = first + tl.arange(0, K.rows)
     here = row < end
@@ -94,14 +100,24 @@ def route_rows(
             of_scores = total_of_scores(tiles, m, K)
     wrong = of_each(0, tl.int32, K) == 1
     if given_ptr is None:
-        found, ids, ordered = choose(tiles, m, total, bias_ptr, n_turns, K)
+        keys, ordered = keys_of(tiles, m, total, bias_ptr, K)
         valid &= ordered
+    else:
+        ids, wrong = replayed(given_ptr, row, here, K)
+    if K.held:  # before the choice, so that no thread keeps logits over it
+        routed = valid & (wrong == 0) & (m > NEG_INF) & (m < float("inf"))
+        held = with_probs(held, tiles, m, total, of_scores, routed, K)
+    if given_ptr is None:
+        found, ids, last, last_id = choose(keys, n_turns, K)
         x = numbers_of(found, K)
+        if K.held:
+            held = with_choices(held, keys, last, last_id, routed, K)
         if not K.compares_all:
             m = number_found(tl.max(found[0], axis=1), K)
     else:
-        ids, wrong = replayed(given_ptr, row, here, K)
         x = ids
+        if K.held:
+            held = with_ids(held, given_ptr, row, routed, K)
     valid &= (m > NEG_INF) & (m < float("inf"))
     wrong &= valid
     valid &= wrong == 0
@@ -128,6 +144,7 @@ def route_rows(
         tl.store(states_ptr + 1, tl.where(valid, total, 0.0), mask=here)
         if not K.by_softmax:
             tl.store(states_ptr + 2, tl.where(valid, of_scores, 0.0), mask=here)
+    return held
 
 
 @triton.jit

@@ -19,7 +19,8 @@ class RouteSpec:
     of_scores: whether the choice compares scores, and not logits.
     elsewhere: whether the greatest logit may not be chosen first.
     totals: whether the sum of exp(x - m) of all experts is needed.
-    sums: whether rows are added up, in tiles of sum_rows x sum_cols, and sum_ids choices at a time.
+    sums: whether rows are added up. held: in registers, while they are routed; else afterwards, in tiles of sum_rows x
+        sum_cols, and sum_ids choices at a time.
     aligned: whether 8 divides the stride of rows, and vectors of them are read.
     sequences: whether they are added up in sequences, each of which has a loss.
     full: of a gradient, whether experts that were not chosen have one. priced: whether counts have a part in it.
@@ -39,6 +40,7 @@ class RouteSpec:
     elsewhere: bool = False
     totals: bool = False
     sums: bool = False
+    held: bool = False
     sequences: bool = False
     sum_rows: int = 1
     sum_cols: int = 32
@@ -79,9 +81,14 @@ class RouteSpec:
         return -(-self.group_size // LANES)
 
     @property
+    def n_tiles(self) -> int:
+        """Tiles of LANES experts that a row has."""
+        return self.n_groups * self.group_tiles
+
+    @property
     def chunks(self) -> tuple[int, ...]:
         """Of each chunk the first tile, how many are stacked, and its tiles of each."""
-        return _chunks(self.n_groups * self.group_tiles, self.rows == 1 and not self.grouped)
+        return _chunks(self.n_tiles, self.rows == 1 and not self.grouped)
 
     @property
     def n_chunks(self) -> int:

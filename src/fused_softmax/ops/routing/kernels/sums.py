@@ -1,7 +1,8 @@
 """What rows add up to: counts, probabilities and both losses, the same bits in whatever order programs end.
 
-Programs add integers, which have no order: counts, and probabilities in units of 1 / unit. A ticket tells which program
-is the last of its sequence, and of all; it finishes the sums, and leaves the slots of all as they were, at 0.
+A program has held in registers what its rows add up to (`held.py`), or reads them again (`add_rows`). Programs add
+integers, which have no order: counts, and probabilities in units of 1 / unit. A ticket tells which program is the last
+of its sequence, and of all; it finishes the sums, and leaves the slots of all as they were, at 0.
 """
 
 import triton
@@ -25,8 +26,7 @@ def add_rows(
     """Add the rows [first, end) of a sequence, whose states and indices this program has written."""
     SUM_ROWS: tl.constexpr = K.sum_rows
     SUM_COLS: tl.constexpr = K.sum_cols
-    # Of each sequence: probabilities and counts of all experts, and three numbers beside them.
-    slots_ptr = S.slots_ptr + sequence.to(tl.int64) * (2 * K.n_experts + BESIDE)
+    slots_ptr = slots_of(sequence, S, K)
     for block in range(0, K.n_experts, K.sum_cols):
         expert = block + tl.arange(0, K.sum_cols)
         there = expert < K.n_experts
@@ -38,6 +38,19 @@ def add_rows(
         count = counts_of(indices_ptr, first, end, block, K)
         tl.atomic_add(slots_ptr + K.n_experts + expert, count.to(tl.int64), mask=there, sem="relaxed")
     n, squares = routed_of(states_ptr, first, end, K)
+    close(n, squares, sequence, n_parts, n_sequences, S, K)
+
+
+@triton.jit
+def slots_of(sequence, S, K: tl.constexpr):
+    """Of a sequence: probabilities and counts of all experts, and three numbers beside them."""
+    return S.slots_ptr + sequence.to(tl.int64) * (2 * K.n_experts + BESIDE)
+
+
+@triton.jit
+def close(n, squares, sequence, n_parts, n_sequences, S, K: tl.constexpr):
+    """Add what stands beside the slots: a program's n routed rows and their squares. The last program finishes."""
+    slots_ptr = slots_of(sequence, S, K)
     beside_ptr = slots_ptr + 2 * K.n_experts
     tl.atomic_add(beside_ptr + ROWS_AT, n, sem="relaxed")
     if S.squares_ptr is not None:

@@ -1,0 +1,149 @@
+"""What a program adds up of its rows while it routes them, in registers: nothing is read a second time.
+
+Of each tile of experts it holds a sum of probabilities and a count for every row of a turn, [stacked, rows, LANES], and
+of each row of a turn how often it was routed and its squares of m + log s. They are added up turn by turn, and over the
+rows of a turn at the end.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_softmax.ops.routing.kernels.common import LANES, experts_of, of_each, over, over_tiles, score_beside
+from fused_softmax.ops.routing.kernels.sums import close, slots_of
+
+
+@triton.jit
+def nothing_held(K: tl.constexpr):
+    """(sums of probabilities of all tiles, counts of all tiles, rows that are routed, their squares), all 0."""
+    N_CHUNKS: tl.constexpr = K.n_chunks
+    CHUNKS: tl.constexpr = K.chunks
+    probs, counts = (), ()
+    if K.held:
+        for c in tl.static_range(N_CHUNKS):
+            probs = probs + zeros_of_chunk(tl.float32, CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], K)
+            counts = counts + zeros_of_chunk(tl.int32, CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], K)
+    return probs, counts, of_each(0, tl.int32, K), of_each(0, tl.float32, K)
+
+
+@triton.jit
+def zeros_of_chunk(DTYPE: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.constexpr, K: tl.constexpr):
+    ROWS: tl.constexpr = K.rows
+    zeros = ()
+    for _ in tl.static_range(LENGTH):
+        zeros = zeros + (tl.zeros([STACKED, ROWS, LANES], DTYPE),)  # noqa: RUF005  the compiler has no unpacking
+    return zeros
+
+
+@triton.jit
+def with_probs(held, tiles, m, total, of_scores, routed, K: tl.constexpr):
+    """What is held, with the probabilities and squares of rows that are routed.
+
+    Past the experts a logit is -inf, whose probability is 0.
+    """
+    probs, counts, n, squares = held
+    share = over(total if K.by_softmax else of_scores, routed)
+    sums = ()
+    for t in tl.static_range(len(tiles)):
+        if K.by_softmax:
+            p = tl.exp(tiles[t] - over_tiles(m)) * over_tiles(share)
+        else:
+            p = score_beside(tiles[t], over_tiles(m), K) * over_tiles(share)
+        sums = sums + (probs[t] + tl.where(over_tiles(routed), p, 0.0),)  # noqa: RUF005
+    lse = m + tl.log(total)
+    return sums, counts, n + routed.to(tl.int32), squares + tl.where(routed, lse * lse, 0.0)
+
+
+@triton.jit
+def with_choices(held, keys, last, last_id, routed, K: tl.constexpr):
+    """With the experts that rows chose: those whose keys do not come behind that of the last choice."""
+    N_CHUNKS: tl.constexpr = K.n_chunks
+    CHUNKS: tl.constexpr = K.chunks
+    START: tl.constexpr = K.starts
+    probs, counts, n, squares = held
+    sums = ()
+    for c in tl.static_range(N_CHUNKS):
+        sums = sums + with_choices_of_chunk(
+            counts, keys, last, last_id, routed, START[c], CHUNKS[3 * c], CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], K
+        )
+    return probs, sums, n, squares
+
+
+@triton.jit
+def with_choices_of_chunk(
+    counts, keys, last, last_id, routed, START: tl.constexpr, FIRST: tl.constexpr, STACKED: tl.constexpr,
+    LENGTH: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    last, last_id = over_tiles(last), over_tiles(last_id)
+    sums = ()
+    for t in tl.static_range(LENGTH):
+        key = keys[START + t]
+        if K.packed:
+            chosen = key >= last
+        else:
+            expert, _ = experts_of(FIRST + t, STACKED, K)
+            chosen = (key > last) | ((key == last) & (expert <= last_id))
+        sums = sums + (counts[START + t] + (chosen & over_tiles(routed)).to(tl.int32),)  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def with_ids(held, given_ptr, row, routed, K: tl.constexpr):
+    """With the experts that are given, -1 of none. Past those of a group stand others' numbers, which are not added."""
+    probs, counts, n, squares = held
+    for turn in range(K.k):
+        id = tl.load(given_ptr + row * K.k + turn, mask=routed, other=-1).to(tl.int32)
+        counts = with_id(counts, id, K)
+    return probs, counts, n, squares
+
+
+@triton.jit
+def with_id(counts, id, K: tl.constexpr):
+    N_CHUNKS: tl.constexpr = K.n_chunks
+    CHUNKS: tl.constexpr = K.chunks
+    START: tl.constexpr = K.starts
+    sums = ()
+    for c in tl.static_range(N_CHUNKS):
+        sums = sums + with_id_of_chunk(counts, id, START[c], CHUNKS[3 * c], CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], K)
+    return sums
+
+
+@triton.jit
+def with_id_of_chunk(
+    counts, id, START: tl.constexpr, FIRST: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.constexpr, K: tl.constexpr
+):
+    sums = ()
+    for t in tl.static_range(LENGTH):
+        expert, _ = experts_of(FIRST + t, STACKED, K)
+        sums = sums + (counts[START + t] + (expert == over_tiles(id)).to(tl.int32),)  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def add_held(held, sequence, n_parts, n_sequences, S, K: tl.constexpr):
+    """Add what is held of a program's rows to their sequence."""
+    N_CHUNKS: tl.constexpr = K.n_chunks
+    CHUNKS: tl.constexpr = K.chunks
+    START: tl.constexpr = K.starts
+    probs, counts, n, squares = held
+    for c in tl.static_range(N_CHUNKS):
+        add_chunk(probs, counts, sequence, START[c], CHUNKS[3 * c], CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], S, K)
+    close(tl.sum(n.to(tl.int64), axis=0), tl.sum(squares, axis=0), sequence, n_parts, n_sequences, S, K)
+
+
+@triton.jit
+def add_chunk(
+    probs, counts, sequence, START: tl.constexpr, FIRST: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.constexpr, S,
+    K: tl.constexpr,
+):  # fmt: skip
+    slots_ptr = slots_of(sequence, S, K)
+    for t in tl.static_range(LENGTH):
+        expert, there = experts_of(FIRST + t, STACKED, K)
+        p, count = tl.reduce((probs[START + t], counts[START + t]), 1, sums_of, keep_dims=True)
+        tl.atomic_add(slots_ptr + expert, (p * S.unit).to(tl.int64), mask=there, sem="relaxed")
+        tl.atomic_add(slots_ptr + K.n_experts + expert, count.to(tl.int64), mask=there, sem="relaxed")
+
+
+@triton.jit
+def sums_of(p, count, other_p, other_count):
+    """Of two rows both at once, in half as many exchanges between warps."""
+    return p + other_p, count + other_count
