@@ -689,6 +689,90 @@ def test_undo_gives_all_back():
     hf.apply(model)
 
 
+def _several(config=None):
+    """A model of a vision tower and a language model, whose configs are parts of its own."""
+    of = transformers.LlavaForConditionalGeneration
+    return of(config if config is not None else of.config_class(
+        text_config=transformers.Gemma2Config(**hf_applied.TEXT, attn_logit_softcapping=1.5),
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        ),
+    ))  # fmt: skip
+
+
+SHARED = {
+    "one config": lambda config=None: made("gpt_oss") if config is None else transformers.GptOssForCausalLM(config),
+    "configs within a config": _several,
+}
+
+
+def _configs(model):
+    return {
+        (at, name): each
+        for at, part in model.named_modules()
+        for name, each in vars(part).items()
+        if isinstance(each, transformers.PreTrainedConfig)
+    }
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("first", [True, False])
+def test_another_model_of_the_same_config_is_as_before(name, first):
+    model = SHARED[name]()
+    other = SHARED[name](model.config)
+    was, of_other = _configs(model), _configs(other)
+    implementations = {key: each._attn_implementation for key, each in of_other.items()}
+    assert hf.attention.NAME not in implementations.values()
+    model, other = (model, other) if first else (other, model)
+    applied = hf.apply(model, ["attention"])
+    assert {key: each._attn_implementation for key, each in _configs(other).items()} == implementations
+    found = _configs(model)
+    assert hf.attention.NAME in {each._attn_implementation for each in found.values()}
+    # Whoever had one config has one still, by itself and as a part of another.
+    before = was if first else of_other
+    ids = {id(each): id(found[key]) for key, each in before.items()}
+    assert len(set(ids.values())) == len(ids)
+    assert all(ids[id(each)] == id(found[key]) for key, each in before.items())
+    assert not set(ids) & set(ids.values())
+    for sub in model.config.sub_configs:
+        assert id(getattr(model.config, sub)) == ids[id(getattr(other.config, sub))]
+    applied.undo()
+    assert {key: id(each) for key, each in _configs(model).items()} == {key: id(each) for key, each in before.items()}
+    assert {key: each._attn_implementation for key, each in _configs(model).items()} == implementations
+
+
+def test_two_applied_models_of_the_same_config_are_undone_apart():
+    model = made("gpt_oss")
+    other = transformers.GptOssForCausalLM(model.config)
+    was, applied = model.config._attn_implementation, [hf.apply(each) for each in (model, other)]
+    applied[0].undo()
+    assert (model.config._attn_implementation, other.config._attn_implementation) == (was, hf.attention.NAME)
+    assert listened(other, inputs())[2] == MODELS["gpt_oss"][2]
+    applied[1].undo()
+    assert other.config._attn_implementation == was
+
+
+def test_what_was_changed_in_the_config_of_an_applied_model_is_kept():
+    model = made("gpt_oss")
+    applied, was = hf.apply(model), model.config
+    model.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)
+    applied.undo()
+    assert model.config is model.model.config is was
+    assert model.config.vocab_size == VOCABULARY + 2
+    assert model.config._attn_implementation != hf.attention.NAME
+
+
+def test_what_wraps_an_applied_model_has_its_config():
+    wrapper = torch.nn.Module()
+    wrapper.inner, wrapper.beside = made("gpt_oss"), torch.nn.Module()
+    wrapper.config = wrapper.beside.config = config = wrapper.inner.config
+    applied = hf.apply(wrapper)
+    assert wrapper.config is wrapper.inner.config is not config
+    assert wrapper.beside.config is config
+    applied.undo()
+    assert wrapper.config is wrapper.inner.config is config
+
+
 def test_parts_are_applied_apart():
     for part, ran in (("loss", LOSS), ("attention", {"attention": 2}), ("routers", {"route": 2})):
         model, plain = pair("gpt_oss")
