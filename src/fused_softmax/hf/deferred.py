@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.compiler import is_compiling
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
@@ -596,7 +597,7 @@ def _kept(argument: Any) -> Any:
 
 
 def _seen(tensors: Iterable[Tensor]) -> list["_Seen"]:
-    return [] if is_compiling() else [_Seen(each) for each in tensors]
+    return [] if is_compiling() or is_recorded() else [_Seen(each) for each in tensors]
 
 
 class _Seen:
@@ -762,12 +763,22 @@ _KNOWN: dict[Any, Callable[[Deferred], Any]] = {
 }
 
 
+def is_recorded() -> bool:
+    """Whether export, torch.jit or make_fx keeps a graph of the pass, whose outputs are tensors that it has made."""
+    if is_compiling():
+        return torch.compiler.is_exporting()
+    return torch.jit.is_tracing() or get_proxy_mode() is not None
+
+
 def settled(output: Any, made: bool = False) -> Any:
     """A model's output without deferred logits that a reader could take for something else than a tensor.
 
     made: whether logits are made now.
     """
-    leave = _made if made else _left
+
+    def leave(each: Any) -> Any:
+        return _left(each, made)
+
     if isinstance(output, Deferred):
         return leave(output)
     kind: Any = type(output)
@@ -790,12 +801,14 @@ def settled(output: Any, made: bool = False) -> Any:
     return _LAZY[kind](**{name: leave(each) for name, each in output.items()})
 
 
-def _left(each: Any) -> Any:
+def _left(each: Any, made: bool) -> Any:
     if not isinstance(each, Deferred):
         return each
     if each.with_graph is not None:
         return each.with_graph
     each.within = False
+    if made:
+        return each.tensor()
     return each if is_compiling() else Logits(each)
 
 

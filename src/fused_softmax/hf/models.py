@@ -16,7 +16,18 @@ from torch import nn
 from fused_softmax.core.described import described
 from fused_softmax.hf import attention as attentions
 from fused_softmax.hf import routers
-from fused_softmax.hf.deferred import Head, Mixin, is_mixed, opened, put, register_output, say, settled, taken
+from fused_softmax.hf.deferred import (
+    Head,
+    Mixin,
+    is_mixed,
+    is_recorded,
+    opened,
+    put,
+    register_output,
+    say,
+    settled,
+    taken,
+)
 from fused_softmax.hf.needed import need_transformers
 from fused_softmax.ops.losses.linear_by_rows import check_layer
 
@@ -109,7 +120,7 @@ class Model(Mixin, nn.Module):
                     "head, or hooks, a checkpoint or another forward of the head look at its output"
                 )
             # Of a replica, whose weight is gone then, DataParallel gathers all outputs.
-            return settled(output, made=hasattr(self, "_is_replica")) if heads else output
+            return settled(output, made=hasattr(self, "_is_replica") or is_recorded()) if heads else output
 
         # accelerate's unwrap_model() goes by __wrapped__ to the innermost function, and leaves that with the model.
         del forward.__wrapped__
