@@ -7,6 +7,7 @@ import threading
 import types
 import warnings
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import hf_applied
 import transformers
 from conftest import kernels
 from hf_applied import LOSS, MODELS, VOCABULARY, close, inputs, listened, made, pair, products, trained
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -202,25 +204,73 @@ def _bias_trained(model, output):
         model.lm_head.bias += 1
 
 
+def _bias_of_old_style(model, output):
+    model.lm_head.bias.data += 1
+
+
+def _gathered_again(model, output):
+    """As DeepSpeed frees a parameter and gathers it, which may get the same memory."""
+    weight = model.lm_head.weight
+    wanted, place = weight.data * 2, weight.data_ptr()
+    for _ in range(20):
+        weight.data = torch.empty(0)
+        weight.data = torch.empty(wanted.shape)
+        if weight.data_ptr() == place:
+            break
+    weight.data.copy_(wanted)
+
+
+def _freed(model, output):
+    model.lm_head.weight.data = torch.empty(0)
+
+
 def _hidden_written(model, output):
     with torch.no_grad():
         output.hidden_states[-1].zero_()
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (_other_data, "the weight of their head has changed"), (_bias_trained, "the weight of their head has changed"),
-        (_hidden_written, "hidden states of their head were written to in place"),
-    ],
-)  # fmt: skip
-def test_logits_that_would_be_others_raise(change, said):
-    model = made("phi, a head with bias")
+def _hidden_of_old_style(model, output):
+    output.hidden_states[-1].data.zero_()
+
+
+OTHERS = {
+    _other_data: "the weight of their head has changed",
+    _bias_trained: "the weight of their head has changed",
+    _bias_of_old_style: "the weight of their head has changed",
+    _gathered_again: "the weight of their head has changed",
+    _freed: "the weight of their head has changed",
+    _hidden_written: "hidden states of their head were written to in place",
+    _hidden_of_old_style: "hidden states of their head were written to in place",
+}
+
+
+@pytest.mark.parametrize("when", ["before the loss", "before a read in the loss", "before a read of the output"])
+@pytest.mark.parametrize("change", OTHERS, ids=lambda each: each.__name__.strip("_"))
+def test_logits_that_would_be_others_raise(change, when):
+    model, hidden = made("phi, a head with bias"), []
     hf.apply(model)
-    output = model(**inputs(), output_hidden_states=True)
-    change(model, output)
-    with pytest.raises(RuntimeError, match=said):
-        _ = output.logits
+    model.model.final_layernorm.register_forward_hook(lambda module, args, output: hidden.append(output))
+
+    def loss_of(logits, labels, vocab_size, **_):
+        change(model, types.SimpleNamespace(hidden_states=hidden))
+        rows = logits.float().view(-1, VOCABULARY)
+        return rows.logsumexp(-1).mean() if "read" in when else F.cross_entropy(rows, labels.clamp(min=0).flatten())
+
+    def reads():
+        output = model(**inputs())
+        change(model, types.SimpleNamespace(hidden_states=hidden))
+        return output.logits
+
+    if "loss" in when:
+        model.loss_function = loss_of
+    with pytest.raises(RuntimeError, match=OTHERS[change]), torch.no_grad():
+        model(**inputs()) if "loss" in when else reads()
+
+
+def test_logits_of_nan_are_read(llama):
+    with torch.no_grad():
+        llama[0].lm_head.weight[3] = torch.nan
+    assert llama[0](**inputs()).logits[..., 3].isnan().all()
 
 
 class _Unseen(torch.optim.SGD):
@@ -282,6 +332,72 @@ def test_a_checkpoint_of_the_head_keeps_the_gradient_of_logits(llama):
         (output.loss + output.logits.square().sum()).backward()
         gradients.append(model.lm_head.head.weight.grad)
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+class _Dropped(torch.nn.Module):
+    """A parametrization that makes another weight at each use."""
+
+    def forward(self, weight):
+        return F.dropout(weight, 0.5)
+
+
+class _OfProperty(torch.nn.Linear):
+    """A head whose weight is a product that its class makes."""
+
+    weight = property(lambda self: F.dropout(self.left @ self.right, 0.5), lambda self, each: None)
+
+    def __init__(self, head):
+        super().__init__(head.in_features, head.out_features, bias=False)
+        generator = torch.Generator().manual_seed(5)
+        self.left, self.right = (
+            torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((VOCABULARY, 4), (4, 16))
+        )
+
+
+MADE = {
+    "dropout": lambda head: parametrize.register_parametrization(head, "weight", _Dropped()),
+    "dropout of a bias": lambda head: parametrize.register_parametrization(head, "bias", _Dropped()),
+    "a spectral norm": parametrizations.spectral_norm,
+    "a weight norm": parametrizations.weight_norm,
+}
+
+
+@pytest.mark.parametrize(("how", "first"), [("as it is", True), ("compiled", True), ("evaluated", False)])
+@pytest.mark.parametrize("name", [*MADE, "a property"])
+def test_a_weight_that_is_made_at_each_use_is_made_once(name, first, how):
+    found, uses = [], []
+    for model in pair("phi, a head with bias"):
+        torch.manual_seed(4)
+        plain = bool(found)
+        if name == "a property":
+            model.lm_head = _OfProperty(model.lm_head)
+        if not plain and first:
+            hf.apply(model)
+        if name in MADE:
+            MADE[name](model.lm_head)
+        if not plain and not first:
+            hf.apply(model)
+        torch.manual_seed(5)
+        with mock.patch.object(F, "dropout", lambda *of, plain=F.dropout: uses.append(1) or plain(*of)):
+            run = _compiled(model) if how == "compiled" else model
+            with torch.set_grad_enabled(how != "evaluated"):
+                output = run(**inputs())
+                logits = output.logits
+            if how != "evaluated":
+                (output.loss + logits.square().mean()).backward()
+        gradients = [each.grad for each in model.parameters()]
+        state = model.lm_head.state_dict()
+        found.append((output.loss.detach(), logits.detach(), gradients, list(state.values()), len(uses)))
+        uses.clear()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_a_head_whose_weight_is_made_makes_no_logits(llama, made_rows):
+    parametrizations.weight_norm(llama[0].lm_head)
+    parametrizations.weight_norm(llama[1].lm_head)
+    *found, ran = listened(llama[0], inputs())
+    assert (made_rows, ran) == ([], LOSS)
+    close(found, trained(llama[1], inputs()))
 
 
 def test_logits_that_inference_mode_has_read_are_no_inference_tensors(llama):
@@ -444,6 +560,23 @@ def test_a_bias_that_alone_is_trained_has_its_gradient():
         model(**inputs()).logits.square().sum().backward()
         gradients.append(model.lm_head.bias.grad)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("taken", [lambda logits, of: logits[of[0]], lambda logits, of: logits + of[1]])
+def test_what_is_given_to_a_step_may_be_written_to_after_it(llama, taken):
+    def loss_of(logits, labels, vocab_size, **_):
+        of = torch.arange(2 * hf_applied.LENGTH).view(2, -1) % 3 == 0, torch.linspace(0, 1, VOCABULARY)
+        rows = taken(logits, of)
+        of[0].logical_not_()
+        of[1].zero_()
+        rows = rows.flatten(0, -2)
+        loss = F.cross_entropy(rows.view(-1, VOCABULARY), labels.clamp(min=0).flatten()[: rows.shape[0]])
+        return loss + rows.logsumexp(-1).mean()
+
+    for each in llama:
+        each.loss_function = loss_of
+    with torch.no_grad():
+        torch.testing.assert_close(*(each(**inputs()).loss for each in llama))
 
 
 IN_PLACE = {
@@ -687,6 +820,90 @@ def test_undo_gives_all_back():
     assert "deferred" not in model.lm_head.__dict__
     assert "balances" not in model.__dict__
     hf.apply(model)
+
+
+def _several(config=None):
+    """A model of a vision tower and a language model, whose configs are parts of its own."""
+    of = transformers.LlavaForConditionalGeneration
+    return of(config if config is not None else of.config_class(
+        text_config=transformers.Gemma2Config(**hf_applied.TEXT, attn_logit_softcapping=1.5),
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        ),
+    ))  # fmt: skip
+
+
+SHARED = {
+    "one config": lambda config=None: made("gpt_oss") if config is None else transformers.GptOssForCausalLM(config),
+    "configs within a config": _several,
+}
+
+
+def _configs(model):
+    return {
+        (at, name): each
+        for at, part in model.named_modules()
+        for name, each in vars(part).items()
+        if isinstance(each, transformers.PreTrainedConfig)
+    }
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("first", [True, False])
+def test_another_model_of_the_same_config_is_as_before(name, first):
+    model = SHARED[name]()
+    other = SHARED[name](model.config)
+    was, of_other = _configs(model), _configs(other)
+    implementations = {key: each._attn_implementation for key, each in of_other.items()}
+    assert hf.attention.NAME not in implementations.values()
+    model, other = (model, other) if first else (other, model)
+    applied = hf.apply(model, ["attention"])
+    assert {key: each._attn_implementation for key, each in _configs(other).items()} == implementations
+    found = _configs(model)
+    assert hf.attention.NAME in {each._attn_implementation for each in found.values()}
+    # Whoever had one config has one still, by itself and as a part of another.
+    before = was if first else of_other
+    ids = {id(each): id(found[key]) for key, each in before.items()}
+    assert len(set(ids.values())) == len(ids)
+    assert all(ids[id(each)] == id(found[key]) for key, each in before.items())
+    assert not set(ids) & set(ids.values())
+    for sub in model.config.sub_configs:
+        assert id(getattr(model.config, sub)) == ids[id(getattr(other.config, sub))]
+    applied.undo()
+    assert {key: id(each) for key, each in _configs(model).items()} == {key: id(each) for key, each in before.items()}
+    assert {key: each._attn_implementation for key, each in _configs(model).items()} == implementations
+
+
+def test_two_applied_models_of_the_same_config_are_undone_apart():
+    model = made("gpt_oss")
+    other = transformers.GptOssForCausalLM(model.config)
+    was, applied = model.config._attn_implementation, [hf.apply(each) for each in (model, other)]
+    applied[0].undo()
+    assert (model.config._attn_implementation, other.config._attn_implementation) == (was, hf.attention.NAME)
+    assert listened(other, inputs())[2] == MODELS["gpt_oss"][2]
+    applied[1].undo()
+    assert other.config._attn_implementation == was
+
+
+def test_what_was_changed_in_the_config_of_an_applied_model_is_kept():
+    model = made("gpt_oss")
+    applied, was = hf.apply(model), model.config
+    model.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)
+    applied.undo()
+    assert model.config is model.model.config is was
+    assert model.config.vocab_size == VOCABULARY + 2
+    assert model.config._attn_implementation != hf.attention.NAME
+
+
+def test_what_wraps_an_applied_model_has_its_config():
+    wrapper = torch.nn.Module()
+    wrapper.inner, wrapper.beside = made("gpt_oss"), torch.nn.Module()
+    wrapper.config = wrapper.beside.config = config = wrapper.inner.config
+    applied = hf.apply(wrapper)
+    assert wrapper.config is wrapper.inner.config is not config
+    assert wrapper.beside.config is config
+    applied.undo()
+    assert wrapper.config is wrapper.inner.config is config
 
 
 def test_parts_are_applied_apart():

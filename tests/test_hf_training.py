@@ -189,6 +189,48 @@ def test_compile(name):
         torch.testing.assert_close(compiled(**given).loss, wanted[0].loss, rtol=1e-4, atol=1e-5)
 
 
+class _OfTensors(torch.nn.Module):
+    """A model whose forward pass takes and gives tensors alone, in order."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *given):
+        return tuple(self.model(*given[:2], labels=given[2], use_cache=False, return_dict=False)[:2])
+
+
+KEPT = {
+    "torch.export": lambda run, *given: torch.export.export(run, given, strict=False).module(),
+    "torch.export, strict": lambda run, *given: torch.export.export(run, given, strict=True).module(),
+    "torch.jit.trace": lambda run, *given: torch.jit.trace(run, given, check_trace=False),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("how", KEPT)
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_that_is_kept_has_loss_and_logits(how, grad):
+    model, plain = (_OfTensors(each.eval()) for each in pair("llama"))
+    hf.apply(model)
+    given = [inputs()[name] for name in ("input_ids", "attention_mask", "labels")]
+    others = [given[0].flip(1), given[1], torch.where(given[2] < 0, given[2], given[0].flip(1))]
+    with torch.set_grad_enabled(grad):
+        model(*given)  # whose calls are kept
+        graph = KEPT[how](model, *given)
+        for each in (given, others):
+            found, wanted = graph(*each), plain(*each)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            if grad:
+                kept, theirs = dict(graph.named_parameters()), dict(plain.named_parameters())
+                assert len(kept) == len(theirs)
+                for graph_or_plain, (loss, logits) in ((graph, found), (plain, wanted)):
+                    graph_or_plain.zero_grad()
+                    (loss + logits.square().mean()).backward()
+                for name, parameter in theirs.items():
+                    torch.testing.assert_close(kept[name].grad, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
 UNITS = {
     "all at once": ([], {}),
     "layers": (["model.layers.0", "model.layers.1"], {"reshard_after_forward": True}),
@@ -268,6 +310,36 @@ def test_fsdp2(ranks, units, name):
         torch.testing.assert_close(logits, w_logits, **close_to)
         assert ("their weight lies in shards again" in raised) == (units == "layers")
         assert "as an optimizer's step does" in late
+
+
+def of_compiled_shards(group, units, ours):
+    """(losses of two steps, the last one's gradients, logits) of a rank whose shards' model is compiled."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
+    model = made("llama")
+    if ours:
+        hf.apply(model)
+    parts, options = UNITS[units]
+    for part in (*(model.get_submodule(part) for part in parts), model):
+        fully_shard(part, mesh=mesh, **options)
+    run = torch.compile(model, backend="aot_eager") if ours else model
+    given, losses = own_inputs(dist.get_rank(group)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        output = run(**given)
+        output.loss.backward()
+        losses.append(output.loss.item())
+        with torch.no_grad():
+            logits = output.logits.detach().clone()
+        optimizer.step()
+    return losses, {at: each.grad.full_tensor() for at, each in model.named_parameters()}, logits
+
+
+@pytest.mark.parametrize("units", ["all at once", "layers", "a head alone"])
+def test_fsdp2_of_compiled_code(ranks, units):
+    found, wanted = (ranks.values(2, of_compiled_shards, units, ours) for ours in (True, False))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def of_replicas(group, options, ours):

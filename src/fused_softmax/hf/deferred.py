@@ -5,6 +5,7 @@ scale, a bias, a softcap. cross_entropy of them is linear_cross_entropy of the h
 gets the tensor that the model would have made, so a model that this file knows nothing of gets its own results.
 """
 
+import copy
 import math
 import operator
 import sys
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.compiler import is_compiling
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -154,9 +157,9 @@ class Head(Mixin, nn.Module):
 
     def forward(self, input: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
         # Within the forward pass of its own, where FSDP2 has put the weight together.
-        weight: Any = self.weight
         if loss is not None:
-            return loss(input, weight, self.bias)
+            return loss(input, self.weight, self.bias)
+        weight: Any = self._parameters.get("weight")  # a parametrization makes another at each use
         if not _is_shard(weight) or _is_shard(input):
             return super().forward(input)
         # Of a reader that comes after the forward pass of the module that keeps the weight together.
@@ -172,13 +175,14 @@ def _is_shard(tensor: Any) -> bool:
 
 
 def _layer_of(head: Any) -> Any:
-    """(weight, bias) of a linear layer; None where it makes one of them at each use, as a parametrization does.
+    """(weight, bias) of a linear layer; None where its class makes one of them at each use, as a parametrization does.
 
     A replica of DataParallel and FSDP1 have them as plain tensors.
     """
-    places = head._parameters, head.__dict__
-    found = [next((place[name] for place in places if name in place), ...) for name in ("weight", "bias")]
-    return None if any(each is ... for each in found) else found
+    names, places = ("weight", "bias"), (head._parameters, head.__dict__)
+    if any(hasattr(type(head), name) for name in names):
+        return None
+    return [next((place[name] for place in places if name in place), None) for name in names]
 
 
 def _is_freed(tensor: Tensor | None) -> bool:
@@ -196,9 +200,11 @@ def _n_classes(head: Any) -> int:
 def _is_watched(head: nn.Module) -> bool:
     """Whether hooks or a forward of the module's own look at its output or gradient, such as a user's, or accelerate's.
 
-    FSDP2's gather the weight, and do nothing to logits.
+    FSDP2's gather the weight, and do nothing to logits. But a weight that is made of what it gathers is made once.
     """
     if "forward" in head.__dict__ or _has_any_global_hook():
+        return True
+    if _layer_of(head) is None and (_has_hooks(head) or any(map(_is_shard, head.parameters()))):
         return True
     hooks = [hook for each in _hooks(head) for hook in each.values()] if _has_hooks(head) else []
     return any(not str(getattr(each, "__module__", "")).startswith("torch.distributed.fsdp.") for each in hooks)
@@ -218,7 +224,9 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 class Deferred:
     """What stands for logits within a model's forward pass.
 
-    head, given: a linear layer and its input, as the model called it. rows: those of the input whose logits these are.
+    head, given: a linear layer and its input, as the model called it. layer: (weight, bias) that the head had; of a
+    parametrization they are made once, at that call. None where FSDP2 moves them, or a compiler traces them. rows:
+    those of the input whose logits these are.
     The logits are the head's output, or step(the parent's logits, *arguments); or bias + the head's output, times
     `times`, over `over`, and, if cap is a number, cap * tanh of that over cap.
     """
@@ -235,27 +243,28 @@ class Deferred:
         self.bias: Tensor | None = None
         self.times, self.over, self.bounded = 1.0, 1.0, False
         self.cap: Any = None
-        layer = None if is_compiling() else _layer_of(head)
-        own = [each for each in (head.parameters() if layer is None else layer) if each is not None]
-        tensors = [given, *own]
-        self.grad = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        # FSDP2 takes parameters apart, and puts them together again.
+        apart = _has_hooks(head) or _is_shard(head._parameters.get("weight"))
+        moved = _layer_of(head) is not None and (is_compiling() or apart)
+        self.layer = None if moved else (head.weight, head.bias)
+        self.n_classes = _n_classes(head) if self.layer is None else self.layer[0].shape[0]
+        own: list[Any] = [each for each in (self.layer or head.parameters()) if each is not None]
+        self.grad = torch.is_grad_enabled() and any(each.requires_grad for each in [given, *own])
         self.within = True  # the model's forward pass
         self.version: int | None = None  # of the logits that were made last
         self.with_graph: Tensor | None = None
         self.without: Tensor | None = None
         self.hooks_by_id: dict[int, Any] = OrderedDict()
-        # FSDP2 takes parameters apart, and puts them together again.
-        moved = is_compiling() or _is_shard(head.weight) or _has_hooks(head)
-        self.parameters = [] if moved else _states(own)
-        self.layer = None if moved else layer
-        self.inputs = _states([given])
+        # Of what FSDP2 moves, its shards stay where they are.
+        self.parameters = _seen([each.to_local() for each in own if _is_shard(each)] if moved else own)
+        self.inputs = _seen([given])
         self.steps = head.counter.clone() if is_compiling() else head.steps
 
     # What is known without the logits.
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.rows.shape[:-1], _n_classes(self.head)))
+        return torch.Size((*self.rows.shape[:-1], self.n_classes))
 
     @property
     def device(self) -> torch.device:
@@ -291,12 +300,8 @@ class Deferred:
     # What is written down.
 
     def _then(self, step: Any, *arguments: Any, **changed: Any) -> "Deferred":
-        found = Deferred(self.head, self.given)
-        found.rows, found.dtype, found.bias, found.grad = self.rows, self.dtype, self.bias, self.grad
-        found.times, found.over, found.bounded, found.cap = self.times, self.over, self.bounded, self.cap
-        found.parameters, found.inputs, found.within = self.parameters, self.inputs, self.within
-        found.layer, found.steps = self.layer, self.steps
-        found.autocast, found.lowered = self.autocast, self.lowered
+        found = copy.copy(self)
+        found.hooks_by_id = OrderedDict()
         found.parent, found.step, found.arguments = self, step, arguments
         for name, each in changed.items():
             setattr(found, name, each)
@@ -350,6 +355,7 @@ class Deferred:
     def __getitem__(self, index: Any) -> Any:
         if self._is_made() or not _leaves_last(index, self.ndim):
             return self.tensor()[index]
+        index = tree_map(_kept, index)
         return self._then(operator.getitem, index, rows=self.rows[index])
 
     def __mul__(self, factor: Any) -> Any:
@@ -378,11 +384,11 @@ class Deferred:
         plain = self.times == self.over and not self.bounded
         if self._is_made() or not of_classes or not plain or other.dtype != self.dtype or other.ndim > self.ndim:
             return self.tensor() + other
+        other = other.clone()
         bias = other.reshape(-1)
         return self._then(
             operator.add, other, bias=bias if self.bias is None else self.bias + bias,
             grad=self.grad or (torch.is_grad_enabled() and other.requires_grad),
-            inputs=[*self.inputs, *_states([other])],
         )  # fmt: skip
 
     __radd__ = __add__
@@ -406,6 +412,8 @@ class Deferred:
         if torch.is_autocast_enabled(self.device_type) and dtype.itemsize == 2:
             dtype = torch.float32  # as autocast has cross_entropy
 
+        self._check_unchanged()
+
         def loss(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> Tensor:
             if added is not None:
                 linear_bias = added if linear_bias is None else linear_bias + added
@@ -416,7 +424,9 @@ class Deferred:
             )  # type: ignore[return-value]  # fmt: skip
 
         with self._as_then():
-            return nn.Module.__call__(self.head, self.rows, loss)
+            if self.layer is None:
+                return nn.Module.__call__(self.head, self.rows, loss)
+            return loss(self.rows, *self.layer)
 
     def tensor(self) -> Tensor:
         """The logits, made once, with a graph only for who reads them with one."""
@@ -427,14 +437,12 @@ class Deferred:
             return found
         if self.within:
             _say_made()
-        else:
-            self._check_unchanged()
-        was_shard = _is_shard(self.head.weight)
+        was_shard = _is_shard(self.head._parameters.get("weight"))
         inference = nullcontext() if is_compiling() else torch.inference_mode(self.given.is_inference())
         with inference, self._as_then(), nullcontext() if grad else torch.no_grad():
             found = self._make(grad, keep=self.within)
         # FSDP2 may keep what a forward pass has put together until its backward pass, and here none may come.
-        if was_shard and not _is_shard(self.head.weight):
+        if was_shard and not _is_shard(self.head._parameters.get("weight")):
             self.head.reshard()
         self._keep(found, grad)
         if grad:
@@ -477,8 +485,9 @@ class Deferred:
                 "them with a gradient before, or call the model without labels"
             )
         if self.parent is None:
-            if self.layer is not None and self._is_replaced():
-                return F.linear(self.given, *self.layer)
+            self._check_unchanged()
+            if self._is_replaced():
+                return F.linear(self.given, *self.layer)  # type: ignore[misc]
             return nn.Module.__call__(self.head, self.given)
         before = self.parent._made(grad)
         then = self.parent.version
@@ -496,31 +505,34 @@ class Deferred:
         return found
 
     def _is_replaced(self) -> bool:
-        """Whether the head has other tensors than it had, but for those that FSDP2 takes apart."""
-        now, then = list(self.head.parameters()), [each for each, _ in self.parameters]
-        if self.layer is not None:
-            now, then = _layer_of(self.head) or [], self.layer
-        others = len(now) != len(then) or any(map(operator.is_not, now, then))
-        return bool(then) and others and not any(map(_is_shard, now))
+        """Whether the head has another layer than it had, or makes one, but for what FSDP2 takes apart."""
+        if self.layer is None:
+            return False
+        now = _layer_of(self.head)
+        return now is None or (any(map(operator.is_not, now, self.layer)) and not any(map(_is_shard, now)))
 
     def _check_unchanged(self) -> None:
+        """Raise RuntimeError if the head, or its input, is not what it was when the model called it."""
         if is_compiling():
             return
-        replaced = self._is_replaced()
-        if any(map(_is_freed, self.layer or ())) and not any(map(_is_shard, self.head.parameters())):
+        in_shards = any(map(_is_shard, self.head.parameters()))
+        if any(map(_is_freed, self.layer or ())) and not in_shards:
             raise RuntimeError(f"{_IN_SHARDS}: read them before the backward pass, or call the model without labels")
         stepped = int(self.steps) != self.head.steps
-        # Another layer than it was computes nothing, unless nobody knows what it was.
-        if stepped or (replaced and self.layer is None) or _are_written(self.parameters):
+        gathered = in_shards and self.layer is not None  # which FSDP2 frees
+        if stepped or (not gathered and self._are_written(self.parameters)):
             raise RuntimeError(
                 "logits are read after the weight of their head has changed, as an optimizer's step does: read them "
                 "before, or call the model without labels"
             )
-        if _are_written(self.inputs):
+        if self._are_written(self.inputs):
             raise RuntimeError(
                 "logits are read after the hidden states of their head were written to in place: read them before, or "
                 "call the model without labels"
             )
+
+    def _are_written(self, tensors: list["_Seen"]) -> bool:
+        return any(each.is_written(waits=not self.within) for each in tensors)
 
     def on_gradient(self, hook: Any) -> RemovableHandle:
         """As Tensor.register_hook, of a tensor that may never be made."""
@@ -579,18 +591,52 @@ def version_of(tensor: Tensor) -> int | None:
     return None if is_compiling() or tensor.is_inference() else tensor._version
 
 
-def _states(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Any]]:
-    return [] if is_compiling() else [(each, _state_of(each)) for each in tensors]
+def _kept(argument: Any) -> Any:
+    """An argument of a step that is taken later, whatever its owner writes to it until then."""
+    return argument.clone() if isinstance(argument, Tensor) else argument
 
 
-def _state_of(tensor: Tensor) -> tuple[int | None, int | None]:
-    """What tells whether a tensor is written to in place, or another one is put in the place of its data."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
-    return version_of(tensor), tensor.untyped_storage()._cdata if plain else None
+def _seen(tensors: Iterable[Tensor]) -> list["_Seen"]:
+    return [] if is_compiling() or is_recorded() else [_Seen(each) for each in tensors]
 
 
-def _are_written(states: list[tuple[Tensor, Any]]) -> bool:
-    return any(_state_of(each) != then for each, then in states)
+class _Seen:
+    """What a tensor was, by which later writes to it are told.
+
+    In-place functions change its version, and an assignment to .data its memory. Writes through .data, as some
+    optimizers and DeepSpeed have them, change neither, and are told by some elements. storage: a weak reference, which
+    keeps the identity from being another's.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, version_of(tensor)
+        plain = type(tensor) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
+        self.storage = StorageWeakRef(tensor.untyped_storage()) if plain else None
+        self.place = self._place() if plain else None
+        self.sample = self._sample() if plain and not torch._C._len_torch_dispatch_stack() else None
+
+    def is_written(self, waits: bool) -> bool:
+        """waits: whether the host may wait for the elements, if the tensor is not on a CPU."""
+        if version_of(self.tensor) != self.version:
+            return True
+        if self.storage is None:
+            return False
+        if self._place() != self.place or self.tensor.untyped_storage()._cdata != self.storage.cdata:
+            return True
+        readable = self.tensor.is_cpu or (waits and not torch.cuda.is_current_stream_capturing())
+        if self.sample is None or not readable or torch._C._len_torch_dispatch_stack():
+            return False
+        return not torch.equal(self.sample, self._sample())
+
+    def _place(self) -> Any:
+        return self.tensor.data_ptr(), self.tensor.shape, self.tensor.stride()
+
+    def _sample(self) -> Tensor:
+        """Up to 4096 elements from all over a tensor, as bytes, by which NaN is equal to itself."""
+        most = max(1, int(1024 ** (1 / max(1, self.tensor.ndim))))
+        steps = tuple(slice(None, None, max(1, size // most)) for size in self.tensor.shape)
+        found = self.tensor.detach()[steps].clone(memory_format=torch.contiguous_format)
+        return found.view(torch.uint8)
 
 
 def _same_device(device: Any, of: torch.device) -> bool:
@@ -717,12 +763,22 @@ _KNOWN: dict[Any, Callable[[Deferred], Any]] = {
 }
 
 
+def is_recorded() -> bool:
+    """Whether export, torch.jit or make_fx keeps a graph of the pass, whose outputs are tensors that it has made."""
+    if is_compiling():
+        return torch.compiler.is_exporting()
+    return torch.jit.is_tracing() or get_proxy_mode() is not None
+
+
 def settled(output: Any, made: bool = False) -> Any:
     """A model's output without deferred logits that a reader could take for something else than a tensor.
 
     made: whether logits are made now.
     """
-    leave = _made if made else _left
+
+    def leave(each: Any) -> Any:
+        return _left(each, made)
+
     if isinstance(output, Deferred):
         return leave(output)
     kind: Any = type(output)
@@ -745,12 +801,14 @@ def settled(output: Any, made: bool = False) -> Any:
     return _LAZY[kind](**{name: leave(each) for name, each in output.items()})
 
 
-def _left(each: Any) -> Any:
+def _left(each: Any, made: bool) -> Any:
     if not isinstance(each, Deferred):
         return each
     if each.with_graph is not None:
         return each.with_graph
     each.within = False
+    if made:
+        return each.tensor()
     return each if is_compiling() else Logits(each)
 
 

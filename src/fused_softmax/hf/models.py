@@ -1,5 +1,6 @@
 """One call that puts this package into a model of transformers: its loss, its attention, its routers."""
 
+import copy
 import inspect
 import sys
 import weakref
@@ -15,7 +16,18 @@ from torch import nn
 from fused_softmax.core.described import described
 from fused_softmax.hf import attention as attentions
 from fused_softmax.hf import routers
-from fused_softmax.hf.deferred import Head, Mixin, is_mixed, opened, put, register_output, say, settled, taken
+from fused_softmax.hf.deferred import (
+    Head,
+    Mixin,
+    is_mixed,
+    is_recorded,
+    opened,
+    put,
+    register_output,
+    say,
+    settled,
+    taken,
+)
 from fused_softmax.hf.needed import need_transformers
 from fused_softmax.ops.losses.linear_by_rows import check_layer
 
@@ -108,7 +120,7 @@ class Model(Mixin, nn.Module):
                     "head, or hooks, a checkpoint or another forward of the head look at its output"
                 )
             # Of a replica, whose weight is gone then, DataParallel gathers all outputs.
-            return settled(output, made=hasattr(self, "_is_replica")) if heads else output
+            return settled(output, made=hasattr(self, "_is_replica") or is_recorded()) if heads else output
 
         # accelerate's unwrap_model() goes by __wrapped__ to the innermost function, and leaves that with the model.
         del forward.__wrapped__
@@ -133,7 +145,8 @@ def apply(
         A model whose own code reads them gets them, and a UserWarning says where. Without labels, as in generate(),
         nothing is changed.
     "attention": `attention`, as after `register()`, where transformers has "eager", or "sdpa" for a softcap or for a
-        bias of relative positions; unless the model has dropout in attention, or heads of more than 256 dims.
+        bias of relative positions; unless the model has dropout in attention, or heads of more than 256 dims. The model
+        then has a copy of its config, for others may have that too.
     "routers": `route` in routers of the classes that it knows, and in the loss that balances experts.
 
     The state dict, saved files and copies are as before. Apply a model before DDP, FSDP2 and torch.compile wrap it;
@@ -177,14 +190,18 @@ def apply(
         replaced["attention"] = [f'{type(each).__name__}, which had "{was}": attention' for each, was, _ in configs]
     if parts is not None:
         _check_found(target, asked, replaced, left)
-    undo = _commit(target, heads, of_routers, configs)
+    undo = _commit(model, target, heads, of_routers, configs)
     for each in heads:
         each.__dict__["chunks"] = {"chunk_size": chunk_size, "accumulate": accumulate}
     return Applied(replaced, left, [undo])
 
 
 def _commit(
-    target: Any, heads: list[nn.Module], of_routers: list[nn.Module], configs: list[tuple[Any, str, list[Any]]]
+    model: nn.Module,
+    target: Any,
+    heads: list[nn.Module],
+    of_routers: list[nn.Module],
+    configs: list[tuple[Any, str, list[Any]]],
 ) -> Callable[[], None]:
     """Change the model, which nothing refuses now, and return what gives it back."""
     register_outputs(type(target))
@@ -201,8 +218,9 @@ def _commit(
         unbalance = _balance(target)
     if configs:
         attentions.register()
-    for config, _, models in configs:
-        attentions.choose(config, models)
+        share = _own_configs(model, target)
+    for _, _, models in configs:
+        attentions.choose(models[0].config, models)
 
     def undo() -> None:
         # Those that were put, and copies of them that the model has since, as PEFT trains one of a head.
@@ -220,11 +238,40 @@ def _commit(
                 module.__dict__.pop(name, None)
         if balances:
             unbalance()
-        for config, was, _ in configs:
-            if config._attn_implementation == attentions.NAME:
-                config._attn_implementation_internal = was
+        for _, was, models in configs:
+            if models[0].config._attn_implementation == attentions.NAME:
+                models[0].config._attn_implementation_internal = was
+        if configs:
+            share()
 
     return undo
+
+
+def _own_configs(model: nn.Module, target: nn.Module) -> Callable[[], None]:
+    """Give a model, and what wraps it, copies of its configs, which other models may have too.
+
+    What it returns puts them back, unless they have changed since, as resize_token_embeddings() changes them.
+    """
+    from transformers import PreTrainedConfig
+
+    where = next(name for name, each in model.named_modules() if each is target).split(".")
+    wraps = [model.get_submodule(".".join(where[:depth])) for depth in range(len(where))]
+    copies: dict[int, Any] = {}
+    owned = []
+    for each in {*wraps, *target.modules()}:
+        for name, config in tuple(vars(each).items()):
+            if isinstance(config, PreTrainedConfig):
+                owned.append((vars(each), name, config, copy.deepcopy(config, copies)))
+    for holder, name, _, own in owned:
+        holder[name] = own
+
+    def share() -> None:
+        if all(own == config for _, _, config, own in owned):
+            for holder, name, config, own in owned:
+                if holder.get(name) is own:
+                    holder[name] = config
+
+    return share
 
 
 def _balance(target: Any) -> Callable[[], Any]:
