@@ -18,8 +18,8 @@ def made(*shape, dtype=BF16, grad=False):
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
-def qkv(*shape):
-    return [made(*shape) for _ in range(3)]
+def qkv(*shape, grad=False):
+    return [made(*shape, grad=grad) for _ in range(3)]
 
 
 def calls():

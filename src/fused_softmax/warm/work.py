@@ -24,6 +24,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from fused_softmax.core import launch
+from fused_softmax.core.cached import wherever_it_lies
 from fused_softmax.core.elsewhere import Job, run, stand_in_for
 from fused_softmax.core.native import build
 from fused_softmax.core.plan import Device
@@ -86,7 +87,8 @@ def _begin(device: Device) -> None:
 
 def _compiled(kernel, grid, tensors, scalars, constexprs, device, options) -> Any:
     """As `launch._load`, less what needs the GPU. What it says of registers is read off the binary."""
-    made = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
+    with wherever_it_lies():
+        made = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
     of = Compiled(made)
     resources = SimpleNamespace(n_regs=of.registers, n_spills=of.stack_bytes // 4, metadata=made.metadata)
     return launch.Loaded(kernel, resources, dict(constexprs), device, dict(options), None, True)
