@@ -28,11 +28,14 @@ MADE = warm_calls.made
 compiling = pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing")
 
 
-def later(folder, cache="triton"):
-    """(kernels, compiled) of a process that makes the calls over a driver that does nothing. cache: its folder's."""
+def later(folder, cache="triton", bench=()):
+    """(kernels, compiled) of a process that makes the calls over a driver that does nothing. cache: its folder's.
+
+    bench: arguments of the measurement whose calls these are, in place of `warm_calls.calls`.
+    """
     environment = stub_driver.environment(folder) | {"TRITON_CACHE_DIR": str(folder / cache)}
     script = Path(__file__).with_name("warm_calls.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(script), *bench], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     kernels, compiled, _ = done.stdout.split(" ", 2)
     return int(kernels), int(compiled), done.stdout

@@ -1,8 +1,8 @@
 """The process in which `warmup` plans its calls and compiles their kernels: `python -m fused_softmax.warm.work`.
 
-It reads a pickle of (calls, each a pickle, device, processes, sys.path), and prints a line of JSON for each kernel: its
-name, the seconds that it took, and whether Triton's cache had it; or for what went wrong. It changes its own modules,
-and ends.
+It reads a pickle of (calls, each a pickle, device, processes, whether calls that raise are left out, sys.path), and
+prints a line of JSON for each kernel: its name, the seconds that it took, and whether Triton's cache had it; or for
+what went wrong. It changes its own modules, and ends.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 
 from fused_softmax.core import launch
 from fused_softmax.core.cached import wherever_it_lies
-from fused_softmax.core.elsewhere import Job, run, stand_in_for
+from fused_softmax.core.elsewhere import Job, noting_public_launches, run, stand_in_for
 from fused_softmax.core.native import build
 from fused_softmax.core.plan import Device
 from fused_softmax.profile.binary import Compiled
@@ -34,16 +34,19 @@ _jobs: list[Job] = []  # which the processes that are forked have too
 
 
 def main() -> int:
-    calls, device, processes, sys.path[:] = pickle.load(sys.stdin.buffer)  # where the calls' own modules are too
+    # Of sys.path: where the calls' own modules are too.
+    calls, device, processes, leaves_out, sys.path[:] = pickle.load(sys.stdin.buffer)
     importlib.import_module("fused_softmax.nn")  # all of the package, before stand-ins take their places
     prepare, found = launch.prepare, list[Job]()
     stand_in_for(device, found)
     for i, call in enumerate(calls):
         try:
-            run(pickle.loads(call))
+            with noting_public_launches(found):
+                run(pickle.loads(call))
         except Exception as error:
             print(json.dumps({"call": i, "error": f"{type(error).__name__}: {error}"}), flush=True)
-            return 1
+            if not leaves_out:
+                return 1
     setattr(launch, "prepare", prepare)  # noqa: B010
     _jobs.extend({key_of(each): each for each in found}.values())
     try:
@@ -103,7 +106,10 @@ def _compile(i: int) -> list[dict[str, Any]]:
 
     knobs.compilation.listener = listener
     began = time.perf_counter()
-    launch.prepare(job.kernel, job.grid, job.tensors, job.scalars, job.constexprs, device=0, **job.options)
+    if job.public:
+        job.kernel.warmup(*job.tensors, *job.scalars, grid=job.grid, **job.options)
+    else:
+        launch.prepare(job.kernel, job.grid, job.tensors, job.scalars, job.constexprs, device=0, **job.options)
     return told
 
 
