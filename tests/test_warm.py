@@ -37,6 +37,7 @@ def later(folder, cache="triton", bench=()):
     script = Path(__file__).with_name("warm_calls.py")
     done = subprocess.run([sys.executable, str(script), *bench], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "could not be loaded" not in done.stderr  # of what is no kernel
     kernels, compiled, _ = done.stdout.split(" ", 2)
     return int(kernels), int(compiled), done.stdout
 

@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -124,7 +125,7 @@ def _share(device: Device) -> None:
 
 
 def _build_tritons() -> None:
-    """Triton's calls of the driver. They link to a driver, so an empty one stands in where there is none."""
+    """Triton's calls of the driver. They link to a driver, so one that does nothing stands in where there is none."""
     from triton.backends.nvidia import driver
     from triton.runtime.build import _build
 
@@ -132,9 +133,10 @@ def _build_tritons() -> None:
         try:
             driver.libcuda_dirs()
         except (AssertionError, OSError):
-            source = Path(folder, "empty.c")
-            source.touch()
-            Path(_build("empty", str(source), folder, [], [], [], [])).rename(Path(folder, "libcuda.so.1"))
+            names = set(re.findall(r"\bcu[A-Z]\w*(?=\()", Path(driver.__file__).with_name("driver.c").read_text()))
+            source = Path(folder, "nothing.c")  # with its functions, or linkers would leave it out as not needed
+            source.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)))
+            Path(_build("nothing", str(source), folder, [], [], [], [])).rename(Path(folder, "libcuda.so.1"))
             knobs.nvidia.libcuda_path = folder
             driver.libcuda_dirs.cache_clear()
             driver.library_dirs.cache_clear()
