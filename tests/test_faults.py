@@ -29,6 +29,6 @@ def test_every_layer_has_faults_of_its_own():
     layers = Counter(each.layer for each in FAULTS)
     assert set(layers) == {
         "kernels", "help", "plan", "runner", "calls", "ops", "register", "attention", "shards", "route", "explain",
-        "trace", "routing", "segments", "hf",
+        "trace", "routing", "segments", "hf", "bench",
     }  # fmt: skip
     assert min(layers.values()) >= 6

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "trl": {"register"},
     "explanation": {*ROOMS, "core", "register"},
     "classic": set(),
-    "bench": {*ROOMS, PUBLIC, "core", "classic", "register", "interrupt"},
+    "bench": {*ROOMS, PUBLIC, "core", "classic", "register", "ahead", "interrupt"},
     "profile": {*ROOMS, "core", "bench"},
     "trace": {*ROOMS, PUBLIC, "core", "classic"},
     "ahead": {"core"},

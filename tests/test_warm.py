@@ -1,6 +1,8 @@
 """Kernels that are compiled ahead: who makes the calls later compiles nothing, and errors name what is wrong."""
 
 import contextlib
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,22 +15,29 @@ import stub_driver
 import torch
 import warm_calls
 from commands import fused_softmax as command
+from triton import knobs
+from triton.runtime.cache import FileCacheManager
 
 import fused_softmax
 from fused_softmax import ahead
 from fused_softmax.ahead import Warmed, warmup
+from fused_softmax.core import cached
 from fused_softmax.core.route import INTERPRET
 
 MADE = warm_calls.made
 compiling = pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing")
 
 
-def later(folder):
-    """(kernels, compiled) of a process that makes the calls over a driver that does nothing."""
-    environment = stub_driver.environment(folder)
+def later(folder, cache="triton", bench=()):
+    """(kernels, compiled) of a process that makes the calls over a driver that does nothing. cache: its folder's.
+
+    bench: arguments of the measurement whose calls these are, in place of `warm_calls.calls`.
+    """
+    environment = stub_driver.environment(folder) | {"TRITON_CACHE_DIR": str(folder / cache)}
     script = Path(__file__).with_name("warm_calls.py")
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(script), *bench], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "could not be loaded" not in done.stderr  # of what is no kernel
     kernels, compiled, _ = done.stdout.split(" ", 2)
     return int(kernels), int(compiled), done.stdout
 
@@ -43,6 +52,92 @@ def test_a_process_that_makes_the_calls_later_compiles_nothing(tmp_path):
     assert kernels >= len(warm_calls.calls())
     again = warmup(warm_calls.calls().values(), device="h100", processes=2, folder=tmp_path / "triton")
     assert again == Warmed(found.kernels, 0, again.seconds)
+    (tmp_path / "triton").rename(tmp_path / "moved")
+    kernels, compiled, said = later(tmp_path, "moved")
+    assert (compiled, kernels) == (0, kernels), said
+
+
+@pytest.mark.compiles
+def test_a_folder_is_of_use_where_it_was_moved_and_where_files_of_it_are_gone(tmp_path):
+    calls = [partial(fused_softmax.softmax, MADE(4, n), 1) for n in (1024, 32000)]
+
+    def of(folder):
+        return [each.found for each in ahead.compiling(calls, "h200", 1, folder)]
+
+    assert of(tmp_path / "one") == [False] * 2
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    next((tmp_path / "one").glob("*/*.cubin")).unlink()  # which the copy's notes name
+    assert of(tmp_path / "other") == [True] * 2
+    assert sorted(of(tmp_path / "one")) == [False, True]
+    next((tmp_path / "other").glob("*/__grp__*")).write_text("{")
+    assert sorted(of(tmp_path / "other")) == [False, True]
+    assert of(tmp_path / "other") == [True] * 2
+
+
+def test_the_users_own_cache_of_kernels_stays(monkeypatch):
+    class Remote(FileCacheManager):
+        pass
+
+    with cached.wherever_it_lies():
+        assert knobs.cache.manager_class is cached.Beside
+    assert knobs.cache.manager_class is None
+    monkeypatch.setattr(knobs.cache, "manager_class", Remote)
+    with cached.wherever_it_lies():
+        assert knobs.cache.manager_class is Remote
+    assert knobs.cache.manager_class is Remote
+
+
+PLANNED = """
+from functools import partial
+import torch
+from warm_calls import calls, made, qkv
+import fused_softmax
+from fused_softmax.ahead import standing_in
+from fused_softmax.core.elsewhere import run, stand_in_for
+from fused_softmax.core.plan import H200
+
+def refuse(name):
+    def refused(*arguments, **options):
+        raise AssertionError(f"{name} was asked")
+    return refused
+
+def narrow(multiply):
+    def multiplied(*factors, out_dtype=None, **options):
+        if out_dtype is not None and factors[0].is_meta:
+            raise TypeError("torch 2.11 has no such product of tensors without memory")
+        wide = {} if out_dtype is None else {"out_dtype": out_dtype}
+        return multiply(*factors, **wide, **options)
+    return multiplied
+
+x, w, target = made(4096, 512, grad=True), made(32000, 512, grad=True), made(4096, dtype=torch.int64)
+given = list(map(standing_in, [
+    *calls().values(),
+    partial(fused_softmax.attention, *qkv(2, 4, 512, 128, grad=True), is_causal=True),
+    partial(fused_softmax.linear_cross_entropy, x, w, target, chunk_size=1024),
+    partial(fused_softmax.linear_cross_entropy, x, w, target, chunk_size=32),
+    partial(fused_softmax.linear_log_prob, x, w, target, logits="recompute"),
+    partial(fused_softmax.linear_divergence, x, w, x.detach(), w.detach()),
+]))
+found = []
+stand_in_for(H200, found)
+of_driver = "_lazy_init", "current_device", "get_device_properties", "current_stream", "is_current_stream_capturing"
+for module, names in ((torch.cuda, of_driver), (torch.backends.cuda, ("can_use_cudnn_attention",))):
+    for name in names:
+        setattr(module, name, refuse(name))
+torch.mm, torch.addmm = narrow(torch.mm), narrow(torch.addmm)
+for call in given:
+    run(call)
+names = {each.kernel.__name__ for each in found}
+assert names >= {"_part_loss", "_attention_hopper", "_keys_gradient_hopper"}, names
+"""
+
+
+@compiling
+@pytest.mark.compiles
+def test_calls_are_planned_without_a_driver_and_without_what_torch_2_11_lacks():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    done = subprocess.run([sys.executable, "-c", PLANNED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.compiles

@@ -1,8 +1,10 @@
 """Calls that are compiled ahead, and a process that then makes them over a driver that does nothing.
 
-`python tests/warm_calls.py` prints how many kernels Triton was asked for, and how many it compiled.
+`python tests/warm_calls.py` prints how many kernels Triton was asked for, and how many it compiled. With arguments of
+`fused-softmax bench`, it makes the calls of that measurement instead.
 """
 
+import sys
 from functools import partial
 
 import torch
@@ -18,8 +20,8 @@ def made(*shape, dtype=BF16, grad=False):
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
-def qkv(*shape):
-    return [made(*shape) for _ in range(3)]
+def qkv(*shape, grad=False):
+    return [made(*shape, grad=grad) for _ in range(3)]
 
 
 def calls():
@@ -56,7 +58,29 @@ class NeverLaunched(launch.Launch):
         return self
 
 
-def main():
+def calls_of_bench(arguments):
+    """What a measurement calls on a GPU: this package's providers and the ceilings."""
+    from fused_softmax.bench.commands.sweep import asked
+    from fused_softmax.bench.entries import sampling
+    from fused_softmax.bench.entries.operations import operation_of
+    from fused_softmax.bench.measure import check
+    from fused_softmax.core.elsewhere import like
+
+    def without_memory(tensors):
+        return [like(each.shape, each.stride(), each.dtype) for each in tensors]
+
+    for case in asked(arguments, "x.json").chosen:
+        operation = operation_of(case)
+        (inputs,) = map(without_memory, check.inputs(case, 1, "cpu", 0))
+        yield partial(operation.own(case), *inputs)
+        if operation.draws:
+            row = torch.zeros(256, dtype=inputs[0].dtype)
+            yield partial(operation.own(case), *without_memory(sampling.draws_of(row, 100_000)))
+        for each in operation.ceilings(case):
+            yield partial(each, *inputs)
+
+
+def main(arguments):
     import stub_driver
 
     stub_driver.activate()
@@ -66,7 +90,8 @@ def main():
     from fused_softmax.core.elsewhere import run, stand_in_for
     from fused_softmax.core.plan import H100
 
-    told, given = [], [standing_in(each) for each in calls().values()]  # which imports what stand-ins go into
+    # Which imports what stand-ins go into.
+    told, given = [], [*calls_of_bench(arguments)] if arguments else [standing_in(each) for each in calls().values()]
     knobs.compilation.listener = lambda **of: told.append((of["src"].name, of["cache_hit"]))
     stand_in_for(H100)
     launch.Launch = NeverLaunched
@@ -76,4 +101,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -82,9 +82,9 @@ def warmup(
 
 def compiling(
     calls: Iterable[Callable[[], Any]], device: str | None = None, processes: int | None = None,
-    folder: "str | os.PathLike[str] | None" = None,
+    folder: "str | os.PathLike[str] | None" = None, failed: Callable[[int, str], object] | None = None,
 ) -> Iterator[Kernel]:  # fmt: skip
-    """As `warmup`, kernel by kernel as they get ready."""
+    """As `warmup`, kernel by kernel as they get ready. failed: is told of a call that raises, and others go on."""
     if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1" or os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError(
             "warmup: kernels are interpreted in this process, so none would be compiled; "
@@ -93,7 +93,7 @@ def compiling(
     if processes is not None and (type(processes) is not int or processes < 1):
         raise ValueError(f"warmup: processes must be a positive int, got {described(processes)}")
     processes = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    given = pickle.dumps((_pickled(list(calls)), _card(device), processes, sys.path))
+    given = pickle.dumps((_pickled(list(calls)), _card(device), processes, failed is not None, sys.path))
     environment = dict(os.environ)
     if folder is not None:
         _require_writable(Path(folder))
@@ -109,7 +109,10 @@ def compiling(
             for line in work.stdout:
                 told = json.loads(line)
                 if "error" in told:
-                    raise ValueError(f"warmup: call {told['call']}: {told['error']}")
+                    if failed is None:
+                        raise ValueError(f"warmup: call {told['call']}: {told['error']}")
+                    failed(told["call"], told["error"])
+                    continue
                 if "failed" in told:
                     raise RuntimeError(f"warmup: {told['failed']}")
                 yield Kernel(told["kernel"], told["seconds"], told["found"])

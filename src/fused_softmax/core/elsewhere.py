@@ -6,11 +6,15 @@ the work.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import JITFunction
 
 from fused_softmax.core import launch, workspace
 from fused_softmax.core.plan import Device
@@ -25,9 +29,22 @@ def like(
     return made.detach().requires_grad_(requires_grad)
 
 
+def shapes_of(make: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    """Tensors that a function makes on the CPU, as it would make them there, but without memory."""
+    with _fakes():
+        made = make()
+    return [like(each.shape, each.stride(), each.dtype, offset=int(each.storage_offset())) for each in made]
+
+
+@cache
+def _fakes() -> FakeTensorMode:
+    """One for all, for whoever makes tensors may keep some of them for another call."""
+    return FakeTensorMode()
+
+
 @dataclass(frozen=True)
 class Job:
-    """A launch that the host path asked for: what `core.launch.prepare` was given."""
+    """A launch that the host path asked for: what `core.launch.prepare` was given, or if public Triton itself."""
 
     kernel: Any
     grid: Any
@@ -35,6 +52,7 @@ class Job:
     scalars: Sequence[Any]
     constexprs: Mapping[str, Any]
     options: Mapping[str, Any]
+    public: bool = False
 
 
 class _Nothing:
@@ -78,6 +96,22 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
             for attribute, stand_in in stand_ins.items():
                 if hasattr(module, attribute):
                     setattr(module, attribute, stand_in)
+
+
+@contextmanager
+def noting_public_launches(found: list[Job]) -> Iterator[None]:
+    """Within it, launches of kernels by Triton's own `kernel[grid](...)` are appended too, instead of being made."""
+
+    def note(kernel, *arguments, grid, warmup, **options) -> None:
+        n = next((i for i, each in enumerate(arguments) if not isinstance(each, Tensor)), len(arguments))
+        found.append(Job(kernel, grid, arguments[:n], arguments[n:], {}, options, public=True))
+
+    run = JITFunction.run
+    setattr(JITFunction, "run", note)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(JITFunction, "run", run)  # noqa: B010
 
 
 _methods: Any = Tensor.get_device, Tensor.data_ptr, vars(torch._C.TensorBase)["is_cuda"].__get__

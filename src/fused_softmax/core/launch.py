@@ -25,6 +25,7 @@ import triton
 from triton import knobs
 from triton.runtime.cache import triton_key
 
+from fused_softmax.core.cached import wherever_it_lies
 from fused_softmax.core.native import begin, build
 from fused_softmax.core.progress import compiling
 
@@ -310,7 +311,7 @@ def _load(kernel, grid, tensors, scalars, constexprs, device, options) -> Loaded
 
 @contextmanager
 def _one_at_a_time(name: str) -> Iterator[None]:
-    with _loading, compiling(name), _launchers_later():
+    with _loading, compiling(name), wherever_it_lies(), _launchers_later():
         yield
 
 

@@ -1,8 +1,8 @@
 """The process in which `warmup` plans its calls and compiles their kernels: `python -m fused_softmax.warm.work`.
 
-It reads a pickle of (calls, each a pickle, device, processes, sys.path), and prints a line of JSON for each kernel: its
-name, the seconds that it took, and whether Triton's cache had it; or for what went wrong. It changes its own modules,
-and ends.
+It reads a pickle of (calls, each a pickle, device, processes, whether calls that raise are left out, sys.path), and
+prints a line of JSON for each kernel: its name, the seconds that it took, and whether Triton's cache had it; or for
+what went wrong. It changes its own modules, and ends.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -24,7 +25,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from fused_softmax.core import launch
-from fused_softmax.core.elsewhere import Job, run, stand_in_for
+from fused_softmax.core.cached import wherever_it_lies
+from fused_softmax.core.elsewhere import Job, noting_public_launches, run, stand_in_for
 from fused_softmax.core.native import build
 from fused_softmax.core.plan import Device
 from fused_softmax.profile.binary import Compiled
@@ -33,16 +35,19 @@ _jobs: list[Job] = []  # which the processes that are forked have too
 
 
 def main() -> int:
-    calls, device, processes, sys.path[:] = pickle.load(sys.stdin.buffer)  # where the calls' own modules are too
+    # Of sys.path: where the calls' own modules are too.
+    calls, device, processes, leaves_out, sys.path[:] = pickle.load(sys.stdin.buffer)
     importlib.import_module("fused_softmax.nn")  # all of the package, before stand-ins take their places
     prepare, found = launch.prepare, list[Job]()
     stand_in_for(device, found)
     for i, call in enumerate(calls):
         try:
-            run(pickle.loads(call))
+            with noting_public_launches(found):
+                run(pickle.loads(call))
         except Exception as error:
             print(json.dumps({"call": i, "error": f"{type(error).__name__}: {error}"}), flush=True)
-            return 1
+            if not leaves_out:
+                return 1
     setattr(launch, "prepare", prepare)  # noqa: B010
     _jobs.extend({key_of(each): each for each in found}.values())
     try:
@@ -86,7 +91,8 @@ def _begin(device: Device) -> None:
 
 def _compiled(kernel, grid, tensors, scalars, constexprs, device, options) -> Any:
     """As `launch._load`, less what needs the GPU. What it says of registers is read off the binary."""
-    made = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
+    with wherever_it_lies():
+        made = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
     of = Compiled(made)
     resources = SimpleNamespace(n_regs=of.registers, n_spills=of.stack_bytes // 4, metadata=made.metadata)
     return launch.Loaded(kernel, resources, dict(constexprs), device, dict(options), None, True)
@@ -101,7 +107,10 @@ def _compile(i: int) -> list[dict[str, Any]]:
 
     knobs.compilation.listener = listener
     began = time.perf_counter()
-    launch.prepare(job.kernel, job.grid, job.tensors, job.scalars, job.constexprs, device=0, **job.options)
+    if job.public:
+        job.kernel.warmup(*job.tensors, *job.scalars, grid=job.grid, **job.options)
+    else:
+        launch.prepare(job.kernel, job.grid, job.tensors, job.scalars, job.constexprs, device=0, **job.options)
     return told
 
 
@@ -116,7 +125,7 @@ def _share(device: Device) -> None:
 
 
 def _build_tritons() -> None:
-    """Triton's calls of the driver. They link to a driver, so an empty one stands in where there is none."""
+    """Triton's calls of the driver. They link to a driver, so one that does nothing stands in where there is none."""
     from triton.backends.nvidia import driver
     from triton.runtime.build import _build
 
@@ -124,9 +133,10 @@ def _build_tritons() -> None:
         try:
             driver.libcuda_dirs()
         except (AssertionError, OSError):
-            source = Path(folder, "empty.c")
-            source.touch()
-            Path(_build("empty", str(source), folder, [], [], [], [])).rename(Path(folder, "libcuda.so.1"))
+            names = set(re.findall(r"\bcu[A-Z]\w*(?=\()", Path(driver.__file__).with_name("driver.c").read_text()))
+            source = Path(folder, "nothing.c")  # with its functions, or linkers would leave it out as not needed
+            source.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)))
+            Path(_build("nothing", str(source), folder, [], [], [], [])).rename(Path(folder, "libcuda.so.1"))
             knobs.nvidia.libcuda_path = folder
             driver.libcuda_dirs.cache_clear()
             driver.library_dirs.cache_clear()

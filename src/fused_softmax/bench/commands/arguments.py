@@ -11,6 +11,7 @@ import click
 
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.commands.front import Option, Whole
+from fused_softmax.bench.commands.warm import without_options
 from fused_softmax.bench.show.progress import importing
 from fused_softmax.interrupt import INTERRUPTED
 
@@ -149,7 +150,7 @@ class Recorded(Listing):
     """A command that records its arguments as they were typed: a run that continues or replaces another is the same."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["typed"] = [argument for argument in args if argument not in ("--resume", "--force")]
+        ctx.meta["typed"] = [each for each in without_options(args) if each not in ("--resume", "--force")]
         return super().parse_args(ctx, args)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,14 @@ from fused_softmax.bench.commands.arguments import (
 from fused_softmax.bench.commands.front import Whole
 from fused_softmax.bench.commands.shards import shards
 from fused_softmax.bench.commands.sweep import asked, sweep_command
+from fused_softmax.bench.commands.warm import compile_ahead, measures, warm_options
 from fused_softmax.bench.show.progress import busy, importing
 from fused_softmax.core.described import number_of
 
 if TYPE_CHECKING:
     from fused_softmax.bench.measure.cold import Asked as AskedCold
     from fused_softmax.bench.measure.run import Asked
+    from fused_softmax.bench.renew import Renewal
     from fused_softmax.bench.results.record import Point
 
 MOST_CALLS = 100_000  # of `bench one`: more take minutes, and their average says no more
@@ -188,8 +191,8 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
 
 @bench.command("all", short_help="Measure all committed results files again, or say which are current.")
 @click.option(
-    "-o", "--out", "folder", type=paths.FILE, required=True, callback=paths.folder,
-    help="Folder of the files: benchmarks/results in this project.",
+    "-o", "--out", "folder", type=paths.FILE, callback=paths.folder,
+    help="Folder of the files: benchmarks/results in this project.  [required to measure]",
 )  # fmt: skip
 @click.option(
     "--only", "names", metavar="NAME", multiple=True, callback=values_of(parse_committed), help="Only these files."
@@ -197,8 +200,12 @@ def host(ctx: click.Context, out: Path | None, force: bool) -> None:
 @click.option("--resume", is_flag=True, help="Keep what is current, and continue what was stopped.")
 @click.option("--force", is_flag=True, help="Measure everything anew.")
 @click.option("--dry-run", is_flag=True, help="Say which files are current, and measure nothing. Needs no GPU.")
+@warm_options
 @click.pass_context
-def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool, force: bool, dry_run: bool) -> None:
+def all_command(
+    ctx: click.Context, folder: Path | None, names: list[str], resume: bool, force: bool, dry_run: bool, warm: bool,
+    device: str | None,
+) -> None:  # fmt: skip
     """Measure all committed results files of this GPU again, one after another, with the kernels of this source.
 
     A file is current if these kernels made all its points, on this GPU, with this torch and Triton. Ctrl-C keeps what
@@ -206,6 +213,14 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     """
     if resume and force:
         raise click.UsageError("--resume keeps what is current and --force keeps nothing: give only one of them")
+    if dry_run and warm:
+        raise click.UsageError("--dry-run begins nothing and --warm compiles: give only one of them")
+    measured = measures(warm, device)
+    if folder is None:
+        if measured:
+            (param,) = [each for each in ctx.command.params if each.name == "folder"]
+            raise click.MissingParameter(ctx=ctx, param=param)
+        folder = Path()  # which nothing is written to
     from rich.console import Console
 
     from fused_softmax.bench.committed import COMMITTED, GPUS, of_gpu
@@ -219,8 +234,10 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     here = (environment["gpu"] or {}).get("name", "")
     chosen = [
         renew.Renewal(name, asked_of(COMMITTED[name].arguments, f"{name}.json"), folder)
-        for name in (each for each in COMMITTED if each in (names or of_gpu(here)))
+        for name in (each for each in COMMITTED if each in (names or of_gpu(here or GPUS.get(device or "", ""))))
     ]
+    if not measured:
+        ctx.exit(int(not compile_ahead(_sweeps(chosen), device, measured)))
     if dry_run:
         if not environment["gpu"]:
             click.echo("No GPU: of each file the kernels are compared, and neither its GPU nor its versions.")
@@ -239,7 +256,16 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
         click.echo(f"note: files are named after an {gpu}, and this is an {here}", err=True)
     for renewal in chosen:
         paths.require_writable(renewal.out, f"into {folder}")
+    if warm and (left := _sweeps(each for each in chosen if force or each.state(environment).word != "current")):
+        compile_ahead(left, device, measured)
     ctx.exit(renew.renew(chosen, environment, Console(stderr=True), click.echo, force))
+
+
+def _sweeps(renewals: "Iterable[Renewal]") -> "list[Asked]":
+    """Their measurements but first calls, which are to compile."""
+    from fused_softmax.bench.measure.run import Asked
+
+    return [each.asked for each in renewals if isinstance(each.asked, Asked)]
 
 
 def asked_of(arguments: str, out: str) -> "Asked | AskedCold":

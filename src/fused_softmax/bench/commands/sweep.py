@@ -26,6 +26,7 @@ from fused_softmax.bench.commands.arguments import (
     values_of,
 )
 from fused_softmax.bench.commands.front import Option
+from fused_softmax.bench.commands.warm import compile_ahead, measures, warm_options
 from fused_softmax.bench.show.progress import importing
 from fused_softmax.interrupt import INTERRUPTED
 
@@ -91,6 +92,7 @@ class _Sweep(Recorded):
     is_flag=True,
     help="Measure what --out does not contain yet. Refused if GPU, versions, source, --reps, --quick or --seed differ.",
 )
+@warm_options
 @click.option(
     "--plot",
     type=paths.FILE,
@@ -112,10 +114,12 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
     files = {name: options.pop(name) for name in ("out", "plot", "resume", "beside")}
     out, resume, force = files["out"], files["resume"], options.pop("force")
     require_resumable(out, resume=resume, force=force)
+    warm, device = options.pop("warm"), options.pop("device")
     # Names are checked before PyTorch is imported, which takes seconds.
     measured = _measured(options)
     require_files(out, files["plot"], replace=resume or force)
     files["beside"] = _beside(files["beside"], files["plot"], out)
+    measured_here = measures(warm, device)
     from fused_softmax.bench.results.record import CannotResume, earlier
 
     try:
@@ -126,7 +130,12 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
 
             from fused_softmax.bench.measure import run
 
-        code = run.bench(_asked(ctx.meta["typed"], measured), new_console(), Console(stderr=True), **files)
+        asked = _asked(ctx.meta["typed"], measured)
+        if warm:
+            all_planned = compile_ahead([asked], device, measured_here)
+            if not measured_here:
+                ctx.exit(int(not all_planned))
+        code = run.bench(asked, new_console(), Console(stderr=True), **files)
     except CannotResume as error:
         raise click.UsageError(str(error)) from None
     if code == INTERRUPTED:  # the tables, which say what was kept, are on standard output
@@ -167,7 +176,7 @@ def require_files(out: Path | None, plot: Path | None = None, *, replace: bool) 
 def asked(arguments: Sequence[str], out: str) -> "Asked":
     """The measurement that arguments of `fused-softmax bench` ask for. out: the name of the file that is to hold it."""
     ctx = sweep_command.make_context("bench", list(arguments))
-    files = ("out", "plot", "resume", "beside", "force")
+    files = ("out", "plot", "resume", "beside", "force", "warm", "device")
     options = {name: value for name, value in ctx.params.items() if name not in files}
     return _asked([*ctx.meta["typed"], "--out", out], _measured(options))
 

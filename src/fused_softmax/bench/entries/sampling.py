@@ -172,14 +172,19 @@ def number_of_draws(device: torch.device, own: bool) -> int:
     return 4 if own and os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1" else 2000
 
 
+def draws_of(row: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs of a call that draws n tokens from one row."""
+    x = row.expand(n, -1).contiguous()
+    return x, torch.full((n,), 1, device=row.device), torch.arange(n, device=row.device)
+
+
 def misspread(filters: Filters, call: Call, dtype: torch.dtype, device: torch.device, own: bool) -> str:
     """What is wrong with the tokens of many draws from one short row, or "": by chi-square, within 5 deviations."""
     if filters.temperature == 0:
         return ""
     n, generator = number_of_draws(device, own), torch.Generator().manual_seed(0)
     row = (torch.randn(VOCABULARY, generator=generator) * 1.5).to(dtype)  # of which no column has most of the weight
-    x = row.to(device).expand(n, -1).contiguous()
-    tokens = call(x, torch.full((n,), 1, device=device), torch.arange(n, device=device)).long().cpu()
+    tokens = call(*draws_of(row.to(device), n)).long().cpu()
     if not ((tokens >= 0) & (tokens < VOCABULARY)).all():
         return f"a token is outside [0, {VOCABULARY})"
     given = (filters.temperature, filters.top_k, filters.top_p, filters.min_p)
