@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fused_softmax.bench import cases, catalog
-from fused_softmax.bench.commands import cold, paths
+from fused_softmax.bench.commands import cold, paths, steps
 from fused_softmax.bench.commands.arguments import (
     TUNABLE,
     Listing,
@@ -46,6 +46,7 @@ from fused_softmax.core.described import number_of
 if TYPE_CHECKING:
     from fused_softmax.bench.measure.cold import Asked as AskedCold
     from fused_softmax.bench.measure.run import Asked
+    from fused_softmax.bench.measure.steps import Asked as AskedSteps
     from fused_softmax.bench.results.record import Point
 
 MOST_CALLS = 100_000  # of `bench one`: more take minutes, and their average says no more
@@ -70,6 +71,7 @@ bench = _Bench(sweep_command, name="bench", short_help="Compare implementations 
 
 bench.add_command(shards)
 bench.add_command(cold.cold)
+bench.add_command(steps.step)
 
 
 @bench.command(cls=OfRows)
@@ -242,10 +244,12 @@ def all_command(ctx: click.Context, folder: Path, names: list[str], resume: bool
     ctx.exit(renew.renew(chosen, environment, Console(stderr=True), click.echo, force))
 
 
-def asked_of(arguments: str, out: str) -> "Asked | AskedCold":
+def asked_of(arguments: str, out: str) -> "Asked | AskedCold | AskedSteps":
     """The measurement that a row of committed results names. out: the name of the file that is to hold it."""
     first, *rest = words = shlex.split(arguments)
-    return cold.asked(rest, out) if first == cold.cold.name else asked(words, out)
+    if first == cold.cold.name:
+        return cold.asked(rest, out)
+    return steps.asked(rest, out) if first == steps.step.name else asked(words, out)
 
 
 class _Percent(click.FloatRange):
