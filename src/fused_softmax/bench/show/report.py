@@ -94,7 +94,7 @@ def print_table(
 
 
 def print_steps(points: Sequence[Point], console: Console) -> None:
-    say(console, f"{steps.ABOUT}.")
+    say(console, f"{steps.ABOUT}. {steps.OF_ERRORS}.")
     table = new_table(console, *steps.HEADS)
     for row in steps.rows(points):
         table.add_row(*row)

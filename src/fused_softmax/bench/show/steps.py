@@ -8,9 +8,9 @@ from fused_softmax.bench.results.record import Point, Run
 HEADS = ["step", "provider", "ms a step", "GiB at most", "error of the loss", "allowed"]
 ABOUT = (
     "Steps of training: a forward and a backward pass, without an optimizer. The time is wall time, until the GPU is "
-    "idle. GiB are the most that a step allocated beside the weights, the gradients included. Errors are shares of "
-    "the loss in float32"
+    "idle. GiB are the most that a step allocated beside the weights, the gradients included"
 )
+OF_ERRORS = "Errors are shares of the loss in float32"
 OF_TEXT = {
     OWN: "this package", "trl": "TRL", "liger": "Liger", "own compiled": "this package under torch.compile",
     "32 in place": "this package in chunks of 32 tokens, summed in place",
