@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fused_softmax.bench.measure import cold, host, measure, one, tune
+from fused_softmax.bench.measure import cold, host, measure, one, steps, tune
 from fused_softmax.bench.results import record
 from fused_softmax.cli import main
 from fused_softmax.core import files
@@ -62,7 +62,7 @@ def folder_without_work(monkeypatch, tmp_path):
     monkeypatch.delenv("RANK", raising=False)
     work = [
         (measure, "measure"), (one, "time_calls"), (one, "call_once"), (host, "measure"), (cold, "measure"),
-        (tune, "tune"), (files, "write_whole"),
+        (steps, "measure"), (tune, "tune"), (files, "write_whole"),
     ]  # fmt: skip
     for module, name in work:
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("worked"))

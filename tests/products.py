@@ -28,7 +28,8 @@ QUICK = False
 
 # By file: what takes long and stands apart, with one of how many cases of a test CI takes; the others are exhaustive.
 GUARDS = {
-    "attention_vmap": 16, "batch_invariant": 2, "bench_shards": 24, "cold": 1, "compiled_options": 12, "docs": 1,
+    "attention_vmap": 16, "batch_invariant": 2, "bench_shards": 24, "bench_steps": 1,
+    "cold": 1, "compiled_options": 12, "docs": 1,
     "examples": 1, "family_compiles": 1, "fingerprint": 1, "fp8_compiles": 1, "front_door": 1, "fuzz": 1, "hf": 16,
     "hf_apply": 1, "hf_apply_sweep": 48, "hf_generate": 4, "hf_routers": 6, "hf_sweep": 64, "hf_training": 1, "host": 1,
     "imports": 1, "interrupts": 1, "kernel_counts": 1, "layouts_compile": 1, "library": 24, "library_losses": 24,

@@ -33,7 +33,7 @@ def test_the_catalog_names_what_is_measured():
 
 def test_what_makes_each_call_is_a_function_of_its_file():
     for provider in catalog.PROVIDERS:
-        for maker in (*provider.makes.values(), *provider.over_ranks.values()):
+        for maker in (*provider.makes.values(), *provider.over_ranks.values(), *provider.steps.values()):
             file, name = maker.args[0].split(".")
             assert callable(getattr(import_module(f"fused_softmax.bench.entries.{file}"), name)), provider.name
 
@@ -132,7 +132,7 @@ def test_of_many_names_the_nearest_are_said():
         cases.find("operation", "#", catalog.PEERS)
     result = fused_softmax("bench", "all", "--out", "x", "--only", "h200_softmx")
     assert result.stderr.endswith(
-        "named 'h200_softmx'; near it: h200_softmax, h100_softmax, h200_small; --dry-run lists them all\n"
+        "named 'h200_softmx'; near it: h200_softmax, h100_softmax, h200_step; --dry-run lists them all\n"
     )
 
 

@@ -67,7 +67,7 @@ class Case:
 
 def in_time(case: Case) -> bool:
     """Whether matrix products bound the case, so that its figure is a time and not GB/s."""
-    return case.operation.startswith(("linear_", "attention"))
+    return case.operation.startswith(("linear_", "attention", "step_"))
 
 
 def parse_size(text: str) -> int:

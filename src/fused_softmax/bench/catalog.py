@@ -2,15 +2,15 @@
 
 A row has all that the bench knows of a provider, so that a new one needs no other place. Its call is made by a function
 in a file of `entries`, which is imported when it is first called: help and a wrong name need no PyTorch. That function
-is given a case, or, over ranks, a rank's `Place`. It imports what it needs, and returns `call(*inputs)`. If the import
-fails, the provider is absent, and the error is shown as the reason.
+is given a case, or, over ranks, a rank's `Place`. It imports what it needs, and returns `call(*inputs)`; of a step, as
+`entries/steps.py` says. If the import fails, the provider is absent, and the error is shown as the reason.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.filters import FILTERS
@@ -63,7 +63,26 @@ OPERATIONS = {
     "attention_decode": "attention, one query",
 }
 
-Maker = Callable[[Any], Any]  # a case, or a rank's place, to a call
+
+class Step(NamedTuple):
+    """A step of training a whole model.
+
+    operation: what this package computes there, whose kernels its figures are of. baseline: the provider whose own
+        errors bound the others'.
+    """
+
+    title: str
+    operation: str
+    baseline: str
+
+
+STEPS = {
+    "step_llama": Step("a training step of a Llama", "linear_cross_entropy", TORCH),
+    "step_grpo": Step("a step of GRPO with a Llama", "linear_log_prob", "trl"),
+}
+COMPILING = (COMPILED, "own compiled")  # a step: a minute or more
+
+Maker = Callable[[Any], Any]  # a case, a rank's place, or what a step is made for, to a call
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,7 @@ class Provider:
     """An implementation that is measured.
 
     makes: what makes its call, for each operation that it has. over_ranks: the same for rows in shards over ranks.
+    steps: the same for steps of training.
     needs_gpu: it has no CPU path.
     kind: a peer; a kernel that this project grew from; or this package with other options than the default.
     aliases: its other spellings. heading: what the README's table calls it, if that names it.
@@ -96,6 +116,7 @@ class Provider:
     look: Look = UNKNOWN
     makes: Mapping[str, Maker] = field(default_factory=dict)
     over_ranks: Mapping[str, Maker] = field(default_factory=dict)
+    steps: Mapping[str, Maker] = field(default_factory=dict)
     needs_gpu: bool = False
     kind: Literal["peer", "classic", "variant"] = "peer"
     aliases: tuple[str, ...] = ()
@@ -128,12 +149,28 @@ def _over_ranks(maker: Maker) -> dict[str, Maker]:
 
 # In the order in which tables and charts have them. Okabe and Ito's colours can be told apart without colour vision.
 PROVIDERS = (
-    Provider(OWN, Look("#D55E00", "circle", (1, 0), dark="#ff8740"), aliases=("fused", "triton")),
+    Provider(
+        OWN,
+        Look("#D55E00", "circle", (1, 0), dark="#ff8740"),
+        steps={"step_llama": by("steps.own"), "step_grpo": by("steps.own_of_trl")},
+        aliases=("fused", "triton"),
+    ),
     Provider(f"{OWN} collective", over_ranks=_over_ranks(by("shards.own", transport="collective"))),
     Provider(f"{OWN} peer", over_ranks=_over_ranks(by("shards.own", transport="peer"))),
     Provider(ONE_GPU, over_ranks=_over_ranks(by("shards.one_gpu"))),
-    Provider(TORCH, Look("#0072B2", "square", (6, 2), dark="#6f8dff"), heading="torch"),
-    Provider(COMPILED, Look("#56B4E9", "diamond", (2, 2)), aliases=("compile",), heading="torch.compile"),
+    Provider(
+        TORCH,
+        Look("#0072B2", "square", (6, 2), dark="#6f8dff"),
+        steps={"step_llama": by("steps.plain")},
+        heading="torch",
+    ),
+    Provider(
+        COMPILED,
+        Look("#56B4E9", "diamond", (2, 2)),
+        steps={"step_llama": by("steps.plain", compiles=True)},
+        aliases=("compile",),
+        heading="torch.compile",
+    ),
     Provider(
         "loss_parallel",
         over_ranks={
@@ -184,6 +221,7 @@ PROVIDERS = (
             "linear_divergence": by("layers.liger_jsd"),
         },
         over_ranks={"cross_entropy_gradient": by("shards.liger")},
+        steps={"step_llama": by("steps.liger")},
         needs_gpu=True,
         heading="Liger",
     ),
@@ -220,6 +258,7 @@ PROVIDERS = (
             "log_prob_gradient": by("losses.trl", gradient=True),
             "linear_log_prob": by("layers.trl"),
         },
+        steps={"step_grpo": by("steps.trl")},
         needs_gpu=True,
         heading="TRL",
     ),
@@ -370,6 +409,13 @@ PROVIDERS = (
         "32 in place",
         Look("#00441B", "M-1,0L-.5,-.87L.5,-.87L1,0L.5,.87L-.5,.87Z", (9, 3, 3, 3), dark="#3db46d"),
         {"linear_cross_entropy": by("layers.own", chunk_size=32, accumulate="input")},
+        steps={"step_llama": by("steps.own", chunk_size=32, accumulate="input")},
+        kind="variant",
+    ),
+    Provider(
+        "own compiled",
+        Look("#A63603", "M-1,-.2L.2,-.2L.2,-1L.6,-1L.6,.2L-.6,.2L-.6,1L-1,1Z", (5, 2, 1, 2), dark="#e07a45"),
+        steps={"step_llama": by("steps.own", compiles=True)},
         kind="variant",
     ),
     Provider(
@@ -405,6 +451,8 @@ PEERS_OF_SHARDS = {
     for operation in OPERATIONS
     if (names := tuple(each.name for each in PROVIDERS if operation in each.over_ranks))
 }
+# Of a step of training, all of its providers.
+PEERS_OF_STEPS = {step: tuple(each.name for each in PROVIDERS if step in each.steps) for step in STEPS}
 BY_TRANSPORT = tuple(name for name in NAMED if name.startswith(f"{OWN} "))
 
 

@@ -84,6 +84,7 @@ _FILES = {
         "Attention and its gradient, also with a bias, softcap or sinks",
         "attention --quick --provider 'fused_softmax,torch,sdpa cudnn,flex,own kernels'",
     ),
+    "step": Row("Steps of training a Llama, and of GRPO", "step"),
     "cold": Row("First calls, with an empty cache of kernels", "cold --at-once 6"),
 }
 COMMITTED = {f"{gpu}_{name}": row for gpu in GPUS for name, row in _FILES.items()}

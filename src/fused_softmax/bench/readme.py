@@ -2,7 +2,8 @@
 
     python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json docs/results.md [--place NAME] [--check]
 
-Rewrites the text between two markers, and nothing else. NAME selects the markers if there are several tables. It also
+Rewrites the text between two markers, and nothing else. NAME selects the markers if there are several tables. Steps of
+training are a paragraph, which a page that has no markers of that name gets behind the table of all operations. It also
 draws the picture beside the results, which has their name, if the page shows it and its figures are stale. With
 --check it writes nothing and exits with 1 if the page or the picture disagrees with the file. Standard library only,
 except for drawing.
@@ -17,9 +18,10 @@ from fused_softmax.bench import tables
 from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.entries.attention_kinds import flops
+from fused_softmax.bench.overview import PLACE as OVERVIEW
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Point, Run
-from fused_softmax.bench.show import first_calls, plot
+from fused_softmax.bench.show import first_calls, plot, steps
 from fused_softmax.bench.tables import table_row
 
 
@@ -27,9 +29,12 @@ def render(run: Run) -> str:
     """The Markdown between the markers: how it was measured, a row for every shape, absent providers."""
     if run.first_calls and run.complete:
         return _of_first_calls(run)
-    timed = any(point.kernel for point in run.points)
+    of_steps = run.environment["gpu"] and steps.steps_of(run)
+    timed = of_steps or any(point.kernel for point in run.points)
     if not run.complete or not timed:
         raise ValueError("not a finished run on a GPU: it stopped early" if timed else "it has no kernel figures")
+    if of_steps:
+        return _of_steps(run)
     cases: dict[Case, dict[str, Point]] = {}
     for point in run.points:
         cases.setdefault(point.case, {})[point.provider] = point
@@ -52,6 +57,17 @@ def _of_first_calls(run: Run) -> str:
     processor = f"{run.environment['processor']} ({run.environment['cores']} cores)"
     about = f"{first_calls.ABOUT} {_where(run)}, {processor}. Made by\n`{run.command}`."
     return "\n".join([about, "", *lines, "", first_calls.apart(run.first_calls)])
+
+
+def _of_steps(run: Run) -> str:
+    by_case: dict[Case, list[Point]] = {}
+    for point in steps.steps_of(run):
+        by_case.setdefault(point.case, []).append(point)
+    weights = next(iter(by_case.values()))[0].parameters["parameters"] / 1e9
+    said = [f"{text[0].upper()}{text[1:]}" for text in map(steps.sentence, by_case.values())]
+    said += record.without_figure(point for point in run.points if not point.call)
+    model = f"The Llama has {weights:.2f} billion random weights, in bf16"
+    return f"{'. '.join([*said, model, steps.ABOUT, _where(run)])}. Made by `{run.command}`."
 
 
 def _where(run: Run) -> str:
@@ -134,7 +150,8 @@ def _update(options: argparse.Namespace) -> list[Path]:
     with tables.naming(options.results):
         run = record.read(options.results)
         table = render(run)
-    stale = tables.fill(options.page, table, options.place, check=options.check)
+    behind = OVERVIEW if options.place and steps.steps_of(run) else ""
+    stale = tables.fill(options.page, table, options.place, check=options.check, behind=behind)
     picture = options.results.with_suffix(".png")
     shown = f"/{picture.name})" in options.page.read_text(encoding="utf-8")
     if shown and not (picture.exists() and plot.shows(picture, run)):

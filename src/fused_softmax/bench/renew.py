@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from fused_softmax.bench.committed import State, state
-from fused_softmax.bench.measure import cold, run, saving
+from fused_softmax.bench.measure import cold, run, saving, steps
 from fused_softmax.bench.measure.timing import ContextLost
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import CannotResume
@@ -24,7 +24,7 @@ class Renewal:
     """A committed file and the measurement that makes it."""
 
     name: str
-    asked: run.Asked | cold.Asked
+    asked: run.Asked | cold.Asked | steps.Asked
     folder: Path
 
     @property
@@ -103,6 +103,8 @@ def _measured_by(renewal: Renewal, progress: Console, resume: bool) -> tuple[rec
     asked, quiet = renewal.asked, Console(quiet=True)
     if isinstance(asked, cold.Asked):
         measured, stopped, _ = cold.measured(asked, quiet, progress, renewal.out, resume=resume)
+    elif isinstance(asked, steps.Asked):
+        measured, stopped, _ = steps.measured(asked, quiet, progress, renewal.out, resume=resume)
     else:
         measured, stopped, _ = run.measured(asked, quiet, progress, renewal.out, resume=resume)
     return measured, stopped

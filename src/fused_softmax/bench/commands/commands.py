@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fused_softmax.bench import cases, catalog
-from fused_softmax.bench.commands import cold, paths
+from fused_softmax.bench.commands import cold, paths, steps
 from fused_softmax.bench.commands.arguments import (
     TUNABLE,
     Listing,
@@ -48,6 +48,7 @@ from fused_softmax.core.described import number_of
 if TYPE_CHECKING:
     from fused_softmax.bench.measure.cold import Asked as AskedCold
     from fused_softmax.bench.measure.run import Asked
+    from fused_softmax.bench.measure.steps import Asked as AskedSteps
     from fused_softmax.bench.renew import Renewal
     from fused_softmax.bench.results.record import Point
 
@@ -73,6 +74,7 @@ bench = _Bench(sweep_command, name="bench", short_help="Compare implementations 
 
 bench.add_command(shards)
 bench.add_command(cold.cold)
+bench.add_command(steps.step)
 
 
 @bench.command(cls=OfRows)
@@ -262,16 +264,18 @@ def all_command(
 
 
 def _sweeps(renewals: "Iterable[Renewal]") -> "list[Asked]":
-    """Their measurements but first calls, which are to compile."""
+    """Their measurements but first calls and steps of training, which are to compile."""
     from fused_softmax.bench.measure.run import Asked
 
     return [each.asked for each in renewals if isinstance(each.asked, Asked)]
 
 
-def asked_of(arguments: str, out: str) -> "Asked | AskedCold":
+def asked_of(arguments: str, out: str) -> "Asked | AskedCold | AskedSteps":
     """The measurement that a row of committed results names. out: the name of the file that is to hold it."""
     first, *rest = words = shlex.split(arguments)
-    return cold.asked(rest, out) if first == cold.cold.name else asked(words, out)
+    if first == cold.cold.name:
+        return cold.asked(rest, out)
+    return steps.asked(rest, out) if first == steps.step.name else asked(words, out)
 
 
 class _Percent(click.FloatRange):

@@ -68,7 +68,8 @@ def of_operations() -> dict[str, str]:
 
 
 def functions() -> dict[str, Definition]:
-    """The function of each operation of the bench, and those that `bench cold` alone calls."""
+    """The function of each operation and step of the bench, and those that `bench cold` alone calls."""
+    from fused_softmax.bench.catalog import STEPS
     from fused_softmax.register.table import OPERATORS
 
     found: dict[str, Definition] = {}
@@ -80,7 +81,7 @@ def functions() -> dict[str, Definition]:
             found[name] = Definition(run.__globals__["__name__"], run.__name__)
     for run in (fused_softmax.speculative_sample, fused_softmax.top_p_mask_logits):
         found[run.__name__] = Definition(run.__globals__["__name__"], run.__name__)
-    return found
+    return found | {name: found[step.operation] for name, step in STEPS.items()}
 
 
 def _sum(digests: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from fused_softmax.bench.catalog import OWN, TORCH
 from fused_softmax.bench.entries.attention_kinds import flops
 from fused_softmax.bench.results.compare import Comparison
 from fused_softmax.bench.results.record import FirstCall, Point, Run, ceiling_of, floor_of, rows_only, without_figure
-from fused_softmax.bench.show import first_calls
+from fused_softmax.bench.show import first_calls, steps
 from fused_softmax.classic.naive import naive_traffic
 from fused_softmax.core.described import number_of
 from fused_softmax.core.plan import Device, RowPlan
@@ -27,7 +27,7 @@ from fused_softmax.ops.attention.ways import Choice
 
 # Statuses that get a column even without a figure. Providers with another status are named beneath the table.
 SHOWN = ("ok", "wrong", "refused", "skipped")
-WORDS = ("", "case", "operation", "dtype", "provider", "clock")  # columns that hold no numbers
+WORDS = ("", "case", "operation", "dtype", "provider", "clock", "step")  # columns that hold no numbers
 CONSUMER_ROWS = 64  # of each consumer of `HopperTiles`: a test holds it to the kernels' own
 
 
@@ -46,7 +46,9 @@ def print_who_computes(console: Console, providers: Sequence[str], timed: bool) 
 
 
 def print_run(run: Run, console: Console) -> None:
-    if any(point.kernel for point in run.points):
+    if of_steps := steps.steps_of(run):
+        print_steps(of_steps, console)
+    elif any(point.kernel for point in run.points):
         title = f"kernel: GB/s of {floor_of(run)}, and the ratio to the best {ceiling_of(run)} that moves as much"
         if all(flops(point.case) for point in run.points):
             title = "kernel: TFLOP/s of the products (a gradient's with the forward pass), and the ratio to cuBLAS"
@@ -89,6 +91,14 @@ def print_table(
         table.add_row(str(case), *cells)
     show(console, table)
     console.print()
+
+
+def print_steps(points: Sequence[Point], console: Console) -> None:
+    say(console, f"{steps.ABOUT}. {steps.OF_ERRORS}.")
+    table = new_table(console, *steps.HEADS)
+    for row in steps.rows(points):
+        table.add_row(*row)
+    show(console, table)
 
 
 def print_first_calls(found: Sequence[FirstCall], console: Console) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fused_softmax.bench.cases import ITEMSIZE, Case
-from fused_softmax.bench.catalog import OPERATIONS, OWN, TORCH, VARIANTS
+from fused_softmax.bench.catalog import OPERATIONS, OWN, STEPS, TORCH, VARIANTS
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.compare import geometric_mean
 from fused_softmax.bench.results.record import Figure, Point, Run
@@ -71,7 +71,7 @@ def machine_of(run: Run) -> str:
 
 def title_of(operation: str) -> str:
     """An operation's name for people."""
-    return OPERATIONS.get(operation, operation)
+    return STEPS[operation].title if operation in STEPS else OPERATIONS.get(operation, operation)
 
 
 def summaries(runs: Mapping[str, Run]) -> list[Summary]:
