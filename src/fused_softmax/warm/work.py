@@ -133,9 +133,10 @@ def _build_tritons() -> None:
         try:
             driver.libcuda_dirs()
         except (AssertionError, OSError):
-            names = set(re.findall(r"\bcu[A-Z]\w*(?=\()", Path(driver.__file__).with_name("driver.c").read_text()))
+            calls = Path(driver.__file__).with_name("driver.c").read_text(encoding="utf-8")
+            names = set(re.findall(r"\bcu[A-Z]\w*(?=\()", calls))
             source = Path(folder, "nothing.c")  # with its functions, or linkers would leave it out as not needed
-            source.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)))
+            source.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)), encoding="utf-8")
             Path(_build("nothing", str(source), folder, [], [], [], [])).rename(Path(folder, "libcuda.so.1"))
             knobs.nvidia.libcuda_path = folder
             driver.libcuda_dirs.cache_clear()
