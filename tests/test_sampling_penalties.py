@@ -23,7 +23,8 @@ GIVEN = {"repetition": 1.3, "presence": 0.5, "frequency": 0.25}
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch, device):
     """Blocks and tiles that short rows have several of."""
-    for name, value in {"_BLOCK": BLOCK, "_WARPS": 1, "_TILE": TILE}.items():
+    widths = {"_BLOCK": BLOCK, "_TILE": TILE, "_BLOCK_TILE": TILE, "_WARPS": 1, "_ROW_WARPS": 1}
+    for name, value in widths.items():
         monkeypatch.setattr(penalties, name, value)
     calls.forget()
     yield
@@ -42,12 +43,6 @@ def logits_and_ids(n_cols, length, dtype=torch.float32, device="cpu", n_rows=3):
     return x.to(device), torch.randint(-2, n_cols + 2, (n_rows, length)).to(device)
 
 
-@pytest.fixture(params=["a part a block", "a part a row"])
-def parts(request, monkeypatch):
-    if request.param == "a part a row":
-        monkeypatch.setattr(penalties, "_PROGRAMS", 2**-20)
-
-
 @pytest.fixture
 def specs(monkeypatch):
     """The specs of kernels, as they are prepared."""
@@ -57,13 +52,12 @@ def specs(monkeypatch):
 
 
 @pairwise()
-@pytest.mark.parametrize("parts", ["a part a block", "a part a row"], indirect=True)
 @pytest.mark.parametrize("into", ["new", "in place", "apart"])
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [0, 1, TILE, 3 * TILE + 5])
 @pytest.mark.parametrize("n_cols", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 8])
-def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dtype, into, parts, device):
+def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dtype, into, device):
     x, ids = logits_and_ids(n_cols, length, dtype, device)
     ids = ids.to(ids_dtype)
     wanted = reference.penalize(x, ids, **GIVEN)
@@ -72,14 +66,15 @@ def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dty
         out = {"new": None, "in place": given, "apart": torch.full_like(x, NAN)}[into]
         with fused_softmax.explain() as explained:
             y = penalize(given, ids, **GIVEN, out=out)
-        assert [each.kernels for each in explained] == [["_penalize"]]
+        launches = 1 if into == "in place" else 2
+        assert [each.kernels for each in explained] == [["_penalize"] * launches]
         assert_same(y, wanted)
         assert out is None or y is out
         assert torch.equal(penalize(x, ids, **GIVEN), y)
         assert into == "in place" or torch.equal(given, x)
 
 
-def test_repeats_are_counted_over_tiles_and_borders_of_blocks(parts, device):
+def test_repeats_are_counted_over_tiles_and_borders_of_blocks(device):
     ids = [[0, BLOCK - 1, BLOCK, BLOCK - 1, 2 * BLOCK - 1], [BLOCK] * 5, [-1, 3 * BLOCK, 2**40, -(2**40), 2**32]]
     ids = torch.tensor(ids, device=device).repeat(1, TILE)
     x = torch.zeros(3, 3 * BLOCK, device=device)
@@ -94,8 +89,8 @@ def test_repeats_are_counted_over_tiles_and_borders_of_blocks(parts, device):
 @pytest.mark.parametrize("more", [0, 1, PenaltySpec.counted, PenaltySpec.counted + 5])
 def test_a_count_of_16_bits_carries_to_no_neighbour(more, dtype, specs, monkeypatch, device):
     """In float16 so many ids are counted at a time as 16 bits can count."""
-    monkeypatch.setattr(penalties, "_TILE", 8192)
-    monkeypatch.setattr(penalties, "_WARPS", 8)
+    for name, value in {"_TILE": 8192, "_BLOCK_TILE": 8192, "_WARPS": 8, "_ROW_WARPS": 8}.items():
+        monkeypatch.setattr(penalties, name, value)
     n = PenaltySpec.counted + more
     ids = torch.full((1, n + 1), 2, device=device)
     ids[0, :2] = torch.tensor([3, 1])
@@ -108,7 +103,7 @@ def test_a_count_of_16_bits_carries_to_no_neighbour(more, dtype, specs, monkeypa
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("into", ["new", "in place"])
-def test_as_many_ids_as_lanes_mark_or_hold_and_one_more(into, dtype, parts, specs, device):
+def test_as_many_ids_as_lanes_mark_or_hold_and_one_more(into, dtype, specs, device):
     """Up to then columns are counted alone, and then by whole blocks: of either, some have no id."""
     most = {"new": 64, "in place": 16 // dtype.itemsize}[into] * TILE
     x = torch.randn(1, 2 * BLOCK + 3).to(dtype).to(device)
@@ -192,9 +187,8 @@ def test_neighbours_of_a_row_in_place_stay_as_they_are(dtype, device):
 
 
 @pytest.mark.parametrize("length", [3 * TILE, 64 * TILE + 1])
-def test_bits_and_biases_of_every_block_of_a_part(length, specs, monkeypatch, device):
-    """As a draw has them, whose row has one part; columns with an id and without, with a bit and without."""
-    monkeypatch.setattr(penalties, "_PROGRAMS", 2**-20)
+def test_bits_and_biases_of_every_block(length, specs, device):
+    """As a draw has them; columns with an id and without, with a bit and without."""
     n_cols = 2 * BLOCK + 9
     x, ids = logits_and_ids(n_cols, length, torch.bfloat16, device, n_rows=2)
     ids = torch.where(ids % 3 == 1, ids, -1)

@@ -1,7 +1,8 @@
 """Launches of penalties: of rows of logits as they are, or as a draw has them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,20 +10,19 @@ from torch import Tensor
 
 from fused_softmax.core import launch
 from fused_softmax.core.calls import allocator, bump_version
-from fused_softmax.core.device import device_of
 from fused_softmax.core.layout import overlap_like
-from fused_softmax.core.plan import Device
-from fused_softmax.core.runner import has_ptx
+from fused_softmax.core.runner import has_ptx, overlapping, overlaps
 from fused_softmax.ops.sampling.kernels.spec import PenaltySpec
 from fused_softmax.ops.sampling.launches import readable
 
 _INTEGERS = (torch.int64, torch.int32)
 _NUMBERS = (float, int)
-# Columns of a block, its warps, and ids of a tile: a thread has 8 columns or two ids at a time, and few registers. So
-# several programs are resident, of which some wait for their ids' columns while others stream.
-_BLOCK, _WARPS, _TILE = 2048, 8, 512
-_PROGRAMS = 8  # of a multiprocessor, at most, so that few read a row's ids
-_REGISTERS = 40  # of which 1536 threads are resident; what counts whole blocks takes more
+_BLOCK, _WARPS = 2048, 4  # columns of a block, which are written as fast as a copy is
+_TILE, _ROW_WARPS = (
+    2048,
+    16,
+)  # ids of a row that are looked at at a time: each waits for its column, so many wait at once
+_BLOCK_TILE = 512  # of those that a block looks for its columns among
 _MARKED, _HELD = 64, 16  # tiles whose first ids a lane marks by a bit each; bytes of logits that it holds in place
 _VALUES = "length", "ids_row_stride", "ids_col_stride", "repetition", "presence", "frequency"  # that are given anew
 
@@ -40,38 +40,22 @@ _DEFAULTS = Penalties(1.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class PenaltyPlan:
-    """How rows are cut into parts, which have a program each: `part_blocks` blocks of `block` columns.
-
-    Ids are looked at `tile` at a time.
-    """
+    """How rows are written: by blocks of `block` columns, and by tiles of their ids, a program a row."""
 
     n_draws: int
     n_cols: int
     block: int
-    part_blocks: int
-    num_warps: int
     tile: int
 
     @property
-    def parts(self) -> int:
-        return -(-self.n_cols // (self.block * self.part_blocks))
+    def blocks(self) -> int:
+        """Of a row."""
+        return -(-self.n_cols // self.block)
 
     def most_ids(self, element_size: int, in_place: bool) -> int:
         """Of a row, up to which their columns alone are counted; with more ids whole blocks are."""
         tiles = _HELD // element_size if in_place else _MARKED
         return min(tiles * self.tile, PenaltySpec.counted)
-
-
-def plan_penalties(n_draws: int, n_cols: int, device: Device) -> PenaltyPlan:
-    """The plan for penalties of rows of n_cols logits.
-
-    >>> from fused_softmax.core.plan import H200
-    >>> plan_penalties(8, 128256, H200).parts, plan_penalties(64, 128256, H200).parts
-    (63, 16)
-    """
-    blocks = max(1, -(-n_cols // _BLOCK))
-    part_blocks = min(-(-blocks * n_draws // (_PROGRAMS * device.sm_count)), blocks)
-    return PenaltyPlan(n_draws, n_cols, _BLOCK, part_blocks, _WARPS, _TILE)
 
 
 def prepare_penalties(
@@ -89,9 +73,9 @@ def prepare_penalties(
     dtype = dtype or logits.dtype
     if not n_draws:
         return lambda *given: empty(shape, strides, dtype) if given[3] is None else given[3]
-    plan = plan_penalties(n_draws, n_cols, device_of(index))
+    plan = PenaltyPlan(n_draws, n_cols, _BLOCK, _TILE)
     most_ids = [plan.most_ids(dtype.itemsize, in_place) for in_place in (False, True)]
-    launches: dict[tuple, Callable[..., None]] = {}
+    launches: dict[tuple, list[Callable[..., None]]] = {}
 
     def launch_of(out, token_ids, read, penalties):
         logits, bias, bitmask, rows = read
@@ -108,7 +92,9 @@ def prepare_penalties(
                 plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_place, by_block
             )
         tensors = [each for each in (out, logits, token_ids, bias, bitmask, rows, *penalties) if _is_tensor(each)]
-        found(*tensors, *of_ids, *(default if _is_tensor(each) else each for each, default in _numbers(penalties)))
+        numbers = [default if _is_tensor(each) else each for each, default in _numbers(penalties)]
+        for each in found:
+            each(*tensors, *of_ids, *numbers)
 
     if out is None:
 
@@ -162,6 +148,7 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
     from fused_softmax.ops.sampling.kernels.penalties import _penalize
 
     logits, bias, bitmask, rows = read
+    begins_early = overlaps(index) and not in_place
     spec = PenaltySpec(
         block=plan.block, tile=plan.tile, whole_groups=plan.n_cols % 8 == 0, biased=bias is not None,
         bitmasked=bitmask is not None, packed=out.element_size() == 2, in_place=in_place, by_block=by_block,
@@ -176,7 +163,7 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
         "bias_row_stride": bias.stride(0) if bias is not None and bias.ndim == 2 else 0,
         "bitmask_row_stride": 0 if bitmask is None else bitmask.stride(0),
         "ids_row_stride": ids_row_stride, "ids_col_stride": ids_col_stride, "n_rows": n_rows, "n_cols": plan.n_cols,
-        "part_blocks": plan.part_blocks, "length": length,
+        "length": length,
     }  # fmt: skip
     for (name, each), default in zip(penalties._asdict().items(), _DEFAULTS, strict=True):
         values[f"{name}_stride"] = each.stride(0) if _is_tensor(each) and each.ndim else 0
@@ -184,13 +171,23 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
     names = [name for name in _penalize.arg_names if name != "K"]
     pointers = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
     scalars = [name for name in names if not name.endswith("_ptr")]
-    launched = launch.prepare(
-        _penalize, plan.n_draws * plan.parts, [tensors[name] for name in pointers],
-        [values[name] for name in scalars], {"K": spec}, device=index, num_warps=plan.num_warps,
-        numbers=tuple(scalars.index(name) for name in _VALUES), plan=plan,
-        **({"most_registers": _REGISTERS} if spec.ptx and not by_block else {}),
-    )  # fmt: skip
-    return launched.__call__
+
+    def preparing(programs: int, num_warps: int, **of_launch: Any) -> Callable[[], Any]:
+        own = replace(spec, **of_launch)
+        return partial(
+            launch.prepare, _penalize, programs, [tensors[name] for name in pointers],
+            [values[name] for name in scalars], {"K": own}, device=index, num_warps=num_warps,
+            numbers=tuple(scalars.index(name) for name in _VALUES), plan=plan, **overlapping(own.follows),
+        )  # fmt: skip
+
+    blocks, of_rows = plan.n_draws * plan.blocks, preparing(plan.n_draws, _ROW_WARPS, follows=begins_early)
+    if by_block:
+        made = [preparing(blocks, _WARPS, streams=True, tile=_BLOCK_TILE)]
+    elif in_place:
+        made = [of_rows]
+    else:
+        made = [preparing(blocks, _WARPS, streams=True, leads=begins_early), of_rows]
+    return [each.__call__ for each in launch.together(*made)]
 
 
 def kinds_of(logits: Any, token_ids: Any, penalties: Penalties, rows: Any = None) -> tuple[Any, ...] | None:

@@ -2,37 +2,41 @@
 
     y = x r where x < 0, x / r elsewhere, less frequency * count and presence, of the columns among a row's ids
 
-A program has a part of one row. It writes the logits of all its columns as it reads them, block by block, and then goes
-back to the columns among the row's ids. It counts these in the memory where their results will stand: nobody else reads
-or writes there. Of the ids of a column, the one that is counted first writes the result. Traffic of a part of S
-columns: S read and S written, and the row's ids four times from L2; for each id within it a zero, an addition, a count,
-a logit and a result, in L2 and back. In place S is neither read nor written, and logits are held until their columns
+A first launch writes the logits as it reads them, a block a program; in place there is none. A second has a program for
+each row, which goes to the columns among the row's ids alone. It counts these in the memory where their results will
+stand: nobody else reads or writes there. Of the ids of a column, the one that is counted first writes the result.
+Traffic of a row of N columns: N read and N written, and its ids four times; for each id a zero, an addition, a count, a
+logit and a result, in L2 and back. In place the N are neither read nor written, and logits are held until their columns
 are counted.
 
-Where there are more ids than a lane can mark as first, or hold logits of (K.by_block), a program holds each block that
-has ids, and counts in all of its memory: a zero and a count a column. Counts are integers, so a row has the same bits
-in any batch.
+Where there are more ids than a lane can mark as first, or hold logits of (K.by_block), the first launch does it all: it
+holds each block that has ids, and counts in all of its memory, a zero and a count a column. Counts are integers, so a
+row has the same bits in any batch.
 """
 
 import triton
 import triton.language as tl
 
+from fused_softmax.core.kernels.exchange import let_next_begin, wait_for_launch_before
 from fused_softmax.core.kernels.state import NEG_INF, widen
 from fused_softmax.ops.sampling.kernels.common import INF, number_at, row_of
 
 
-@triton.jit(do_not_specialize=["ids_row_stride", "ids_col_stride", "n_rows", "part_blocks", "length"])
+@triton.jit(do_not_specialize=["ids_row_stride", "ids_col_stride", "n_rows", "length"])
 def _penalize(
     out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, rows_ptr, repetition_ptr, presence_ptr, frequency_ptr,
     out_row_stride, logits_row_stride, bias_row_stride, bitmask_row_stride, repetition_stride, presence_stride,
-    frequency_stride, ids_row_stride, ids_col_stride, n_rows, n_cols, part_blocks, length, repetition, presence,
+    frequency_stride, ids_row_stride, ids_col_stride, n_rows, n_cols, length, repetition, presence,
     frequency, K: tl.constexpr,
 ):  # fmt: skip
-    """A part of a draw's row, with its bias and bitmask first, if there are any."""
-    program = tl.program_id(0)
-    n_parts = tl.cdiv(n_cols, part_blocks * K.block)
-    draw = (program // n_parts).to(tl.int64)
-    start = program % n_parts * part_blocks * K.block
+    """Blocks of a draw's row, with its bias and bitmask, if there are any (K.streams); or the columns among its ids."""
+    draw = tl.program_id(0).to(tl.int64)
+    start, n = 0, n_cols
+    if K.streams:
+        n_blocks = tl.cdiv(n_cols, K.block)
+        draw = (tl.program_id(0) // n_blocks).to(tl.int64)
+        start = tl.program_id(0) % n_blocks * K.block
+        n = tl.minimum(n_cols - start, K.block)
     row, there = row_of(rows_ptr, draw, n_rows)
     r = number_at(repetition_ptr, repetition_stride, repetition, draw)
     once = number_at(presence_ptr, presence_stride, presence, draw)
@@ -45,8 +49,9 @@ def _penalize(
         bias_ptr += draw * bias_row_stride + start
     if K.bitmasked:
         bitmask_ptr += draw * bitmask_row_stride + start // 8
-    n = tl.minimum(n_cols - start, part_blocks * K.block)  # columns of this part
-    if (not good) | K.by_block | (not K.in_place):
+    let_next_begin(K.leads)
+    wait_for_launch_before(K.follows)
+    if K.streams | (not good) & K.in_place:
         whole = n // K.block * K.block
         for at in range(0, whole, K.block):
             write_block(
@@ -58,7 +63,7 @@ def _penalize(
                 out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, whole, n - whole,
                 r, once, each, good, K, False,
             )  # fmt: skip
-    if good & (not K.by_block):
+    if good & (not K.streams):
         write_penalized(
             out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, n, r, once, each, K
         )
@@ -69,7 +74,7 @@ def write_block(
     out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, at, n, r, once, each, good,
     K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """n columns of a part, from column `at` of it on, penalized if K.by_block.
+    """n columns from `start` + `at` on, penalized if K.by_block.
 
     WHOLE: whether the row goes on to the block's end, so that nothing is masked.
     """
@@ -112,7 +117,7 @@ def write_penalized(
     out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, n, r, once, each,
     K: tl.constexpr,
 ):  # fmt: skip
-    """The n columns of a part that stand among a row's ids."""
+    """Those of the n columns from `start` on that stand among a row's ids."""
     T: tl.constexpr = K.tile
     BITS: tl.constexpr = 16 if K.packed else 32
     HELD: tl.constexpr = 64 // BITS  # logits of 64 bits

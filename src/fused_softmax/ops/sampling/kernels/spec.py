@@ -170,12 +170,14 @@ class TraceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltySpec:
-    """Of penalties: a program writes `block` columns of a row at a time, and reads `tile` of its ids at a time.
+    """Of penalties: a program writes `block` columns of a row at a time, or reads `tile` of its ids at a time.
 
     whole_groups: whether no row ends within 8 columns. biased, bitmasked: whether a bias is added first, and whether a
     bitmask says which columns there are. packed: whether a result has 16 bits, and two counts stand in 32. in_place:
-    whether the results lie where the logits do. by_block: whether there are so many ids that all columns of a block are
-    counted. counted: ids that are counted at a time, so that a count of 16 bits carries to no neighbour.
+    whether the results lie where the logits do. streams: whether blocks are written, and not the columns among the
+    ids; by_block: whether those too, as there are so many ids that all columns of a block are counted. counted: ids
+    that are counted at a time, so that a count of 16 bits carries to no neighbour. leads, follows: of two launches,
+    whether the second begins early.
     """
 
     block: int
@@ -185,8 +187,11 @@ class PenaltySpec:
     bitmasked: bool = False
     packed: bool = False
     in_place: bool = False
+    streams: bool = False
     by_block: bool = False
     counted: int = 32768
+    leads: bool = False
+    follows: bool = False
     ptx: bool = False
 
 
