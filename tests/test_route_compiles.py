@@ -67,7 +67,7 @@ def test_registers_of_routing(call, dtype):
     *sizes, most = CALLS[call]
     binary = forward_of("sm_90", *sizes, dtype)
     sums = Routing(k=1, **sizes[3]).sums
-    newer = sums and triton.__version__ >= "3.9"
+    newer = sums and not triton.__version__.startswith("3.6.")
     assert binary.stack_bytes <= (MOST_SPILLED if newer else 8 if sums and dtype == torch.float32 else 0)
     assert dtype == torch.float32 or binary.registers <= most + 32 * newer
     assert "redux.sync" in binary.ptx

@@ -12,7 +12,7 @@ from fused_softmax.core.plan import H200
 from fused_softmax.ops.routing import launches, reference
 from fused_softmax.ops.routing.kernels.spec import RouteSpec
 from fused_softmax.ops.routing.options import Routing
-from fused_softmax.ops.routing.plan import plan_route
+from fused_softmax.ops.routing.plan import SUMMING_WARPS, WARPS, plan_route
 
 INF, NAN = math.inf, math.nan
 EVERYTHING = {"dense": True, "return_aux_loss": True, "return_z_loss": True}
@@ -265,8 +265,8 @@ def test_registers_hold_the_sums_of_512_experts_and_no_more():
 def test_a_row_has_a_warp_whatever_the_plan():
     for n_rows in (1, 100, 1057, 5000, 16384, 131072):
         for n_experts in (1, 64, 256, 1023, 1024, 4096):
-            for sums in (False, True):
-                plan = plan_route(n_rows, n_experts, n_rows, H200, sums)
+            for sums, most_warps in ((False, WARPS), (True, WARPS), (True, SUMMING_WARPS)):
+                plan = plan_route(n_rows, n_experts, n_rows, H200, sums, most_warps)
                 assert plan.rows == plan.num_warps
                 assert plan.parts * plan.part_rows >= n_rows > (plan.parts - 1) * plan.part_rows
                 assert plan.part_rows % plan.rows == 0

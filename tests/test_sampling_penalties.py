@@ -1,6 +1,7 @@
 """Penalties by their kernel, alone and in a call of sample: against the reference, at every border of a block."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,15 @@ def logits_and_ids(n_cols, length, dtype=torch.float32, device="cpu", n_rows=3):
     return x.to(device), torch.randint(-2, n_cols + 2, (n_rows, length)).to(device)
 
 
+@pytest.fixture(params=["a part a block", "rows in turns"])
+def parts(request, monkeypatch):
+    """Of a row that a launch goes through; and how many rows take both launches before the next ones."""
+    if request.param == "rows in turns":
+        real = penalties.device_of
+        monkeypatch.setattr(penalties, "device_of", lambda index: replace(real(index), sm_count=3))
+        monkeypatch.setattr(penalties, "_SHARE", 2000 / real(-1).l2_bytes)
+
+
 @pytest.fixture
 def specs(monkeypatch):
     """The specs of kernels, as they are prepared."""
@@ -52,12 +62,13 @@ def specs(monkeypatch):
 
 
 @pairwise()
+@pytest.mark.parametrize("parts", ["a part a block", "rows in turns"], indirect=True)
 @pytest.mark.parametrize("into", ["new", "in place", "apart"])
 @pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [0, 1, TILE, 3 * TILE + 5])
 @pytest.mark.parametrize("n_cols", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 8])
-def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dtype, into, device):
+def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dtype, into, parts, device):
     x, ids = logits_and_ids(n_cols, length, dtype, device)
     ids = ids.to(ids_dtype)
     wanted = reference.penalize(x, ids, **GIVEN)
@@ -74,7 +85,7 @@ def test_the_kernel_gives_what_the_reference_does(n_cols, length, dtype, ids_dty
         assert into == "in place" or torch.equal(given, x)
 
 
-def test_repeats_are_counted_over_tiles_and_borders_of_blocks(device):
+def test_repeats_are_counted_over_tiles_and_borders_of_blocks(parts, device):
     ids = [[0, BLOCK - 1, BLOCK, BLOCK - 1, 2 * BLOCK - 1], [BLOCK] * 5, [-1, 3 * BLOCK, 2**40, -(2**40), 2**32]]
     ids = torch.tensor(ids, device=device).repeat(1, TILE)
     x = torch.zeros(3, 3 * BLOCK, device=device)
@@ -103,7 +114,7 @@ def test_a_count_of_16_bits_carries_to_no_neighbour(more, dtype, specs, monkeypa
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("into", ["new", "in place"])
-def test_as_many_ids_as_lanes_mark_or_hold_and_one_more(into, dtype, specs, device):
+def test_as_many_ids_as_lanes_mark_or_hold_and_one_more(into, dtype, parts, specs, device):
     """Up to then columns are counted alone, and then by whole blocks: of either, some have no id."""
     most = {"new": 64, "in place": 16 // dtype.itemsize}[into] * TILE
     x = torch.randn(1, 2 * BLOCK + 3).to(dtype).to(device)

@@ -13,7 +13,7 @@ from fused_softmax.core.launched import Launched, compose, of_rows
 from fused_softmax.core.runner import has_ptx
 from fused_softmax.ops.routing.kernels.spec import BESIDE, LANES, RouteSpec
 from fused_softmax.ops.routing.options import Routing
-from fused_softmax.ops.routing.plan import SUMMING, WARPS, RoutePlan, plan_route
+from fused_softmax.ops.routing.plan import SUMMING, SUMMING_WARPS, WARPS, RoutePlan, plan_route
 
 MOST_EXPERTS, MOST_K = 4096, 64
 MOST_GROUPS, MOST_GROUP_TILES = LANES, 64  # each group has a lane, and its experts begin with a tile of their own
@@ -110,7 +110,8 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     (n_rows, n_experts), device, empty = x.shape, x.get_device(), allocator(x.device)
     sequences = options.sequence_length if options.return_aux_loss else None
     sums = options.sums
-    plan = plan or plan_route(n_rows, n_experts, sequences or n_rows, device_of(device), sums)
+    how: dict[str, Any] = {"sums": sums, "most_warps": SUMMING_WARPS if sums else WARPS}
+    plan = plan or plan_route(n_rows, n_experts, sequences or n_rows, device_of(device), **how)
     spec = _spec(given, options, plan, sums)
     keeps, k, unit = sums or (states and spec.totals), options.k, _unit(n_rows)
     stride, where = 2 * n_experts + BESIDE, x.device
@@ -154,12 +155,12 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     launched = launch.prepare(
         _route, plan.programs, like, [scalars[name] for name in names], {"K": spec}, device=device,
         num_warps=plan.num_warps, plan=plan,
-        **({"most_registers": REGISTERS} if spec.held and plan.num_warps == WARPS and has_ptx(device) else {}),
+        **({"most_registers": REGISTERS} if spec.held and plan.num_warps > 1 and has_ptx(device) else {}),
     )  # fmt: skip
     there = [i for i, each in enumerate(like) if each is not None]
 
     def for_rows(n: int) -> Any:
-        other = plan_route(n, n_experts, sequences or n, device_of(device), sums)
+        other = plan_route(n, n_experts, sequences or n, device_of(device), **how)
         if other.rows != plan.rows or _unit(n) != unit or (sequences and n % sequences):
             return None
         again = launched.again(

@@ -17,6 +17,9 @@ WARPS, PROGRAMS, TURNS = 4, 16, 4
 # Programs a multiprocessor at most, where rows are added up: 131072 x 256 with losses 128 us, by 4 programs 171; the
 # gradient of 16384 x 256 with losses 11.9, by 4 programs 15.6.
 SUMMING = 8
+# Warps of a program that adds up rows as it routes them, of which half as many add to the same slots: 16384 x 256 with
+# counts 19.0 us, by 4 warps 24.3, by 16 30.7; x 64 with losses 11.5, 13.7, 12.4.
+SUMMING_WARPS = 8
 MOST_COLS = 256  # experts whose sums a program takes at a time
 
 
@@ -43,19 +46,21 @@ class RoutePlan:
         return self.n_rows // self.length * self.parts
 
 
-def plan_route(n_rows: int, n_experts: int, length: int, device: Device, sums: bool = False) -> RoutePlan:
-    """The plan for rows of a router's logits, at least one. sums: whether they are added up.
+def plan_route(
+    n_rows: int, n_experts: int, length: int, device: Device, sums: bool = False, most_warps: int = WARPS
+) -> RoutePlan:  # fmt: skip
+    """The plan for rows of a router's logits, at least one. sums: whether they are added up. most_warps: of a program.
 
     >>> from fused_softmax.core.plan import H200
     >>> plan_route(16384, 256, 16384, H200).parts
     2048
     """
-    warps = 1 if n_experts >= WIDE or n_rows <= FEW * device.sm_count else WARPS
+    warps = 1 if n_experts >= WIDE or n_rows <= FEW * device.sm_count else most_warps
     part_rows = warps
-    if warps == WARPS:
+    if warps > 1:
         part_rows *= min(TURNS, max(1, -(-n_rows // (warps * PROGRAMS * device.sm_count))))
     if sums:
-        programs = SUMMING * device.sm_count * min(2, WARPS // warps)
+        programs = SUMMING * device.sm_count * min(2 * warps, WARPS) // warps
         part_rows = max(warps, -(-n_rows // (programs * warps)) * warps)
     part_rows = min(part_rows, -(-length // warps) * warps)
     return RoutePlan(

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fused_softmax.core import launch
 from fused_softmax.core.calls import allocator, bump_version
+from fused_softmax.core.device import device_of
 from fused_softmax.core.layout import overlap_like
+from fused_softmax.core.plan import Device
 from fused_softmax.core.runner import has_ptx, overlapping, overlaps
 from fused_softmax.ops.sampling.kernels.spec import PenaltySpec
 from fused_softmax.ops.sampling.launches import readable
@@ -18,13 +20,12 @@ from fused_softmax.ops.sampling.launches import readable
 _INTEGERS = (torch.int64, torch.int32)
 _NUMBERS = (float, int)
 _BLOCK, _WARPS = 2048, 4  # columns of a block, which are written as fast as a copy is
-_TILE, _ROW_WARPS = (
-    2048,
-    16,
-)  # ids of a row that are looked at at a time: each waits for its column, so many wait at once
+_TILE, _ROW_WARPS = 2048, 32  # ids of a row that are looked at at a time: each waits for its column, many at once
 _BLOCK_TILE = 512  # of those that a block looks for its columns among
+_SHARE = 0.75  # of L2, that rows of a turn take
 _MARKED, _HELD = 64, 16  # tiles whose first ids a lane marks by a bit each; bytes of logits that it holds in place
-_VALUES = "length", "ids_row_stride", "ids_col_stride", "repetition", "presence", "frequency"  # that are given anew
+# Of a launch, what is given anew.
+_VALUES = "first_draw", "length", "ids_row_stride", "ids_col_stride", "repetition", "presence", "frequency"
 
 
 class Penalties(NamedTuple):
@@ -40,22 +41,44 @@ _DEFAULTS = Penalties(1.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class PenaltyPlan:
-    """How rows are written: by blocks of `block` columns, and by tiles of their ids, a program a row."""
+    """How rows are written: by blocks of `block` columns, and by tiles of ids for each of `parts` parts of a row.
+
+    turn: rows that take both launches, before the next ones do.
+    """
 
     n_draws: int
     n_cols: int
     block: int
     tile: int
+    parts: int
+    turn: int
 
     @property
     def blocks(self) -> int:
         """Of a row."""
         return -(-self.n_cols // self.block)
 
-    def most_ids(self, element_size: int, in_place: bool) -> int:
+    @property
+    def part_cols(self) -> int:
+        return -(-self.blocks // self.parts) * self.block
+
+    def most_ids(self, element_size: int, in_place: int) -> int:
         """Of a row, up to which their columns alone are counted; with more ids whole blocks are."""
         tiles = _HELD // element_size if in_place else _MARKED
         return min(tiles * self.tile, PenaltySpec.counted)
+
+
+def plan_penalties(n_draws: int, n_cols: int, bytes_of_column: int, device: Device) -> PenaltyPlan:
+    """The plan for penalties of rows of n_cols logits. bytes_of_column: of a logit and its result; 0 in place.
+
+    >>> from fused_softmax.core.plan import H200
+    >>> plan_penalties(8, 128256, 4, H200).parts, plan_penalties(256, 128256, 4, H200).turn
+    (16, 91)
+    """
+    turn = max(1, min(n_draws, int(_SHARE * device.l2_bytes) // max(1, n_cols * bytes_of_column)))
+    blocks = -(-n_cols // _BLOCK)
+    parts = max(1, min(blocks, device.sm_count // turn))
+    return PenaltyPlan(n_draws, n_cols, _BLOCK, _TILE, parts, turn)
 
 
 def prepare_penalties(
@@ -73,15 +96,16 @@ def prepare_penalties(
     dtype = dtype or logits.dtype
     if not n_draws:
         return lambda *given: empty(shape, strides, dtype) if given[3] is None else given[3]
-    plan = PenaltyPlan(n_draws, n_cols, _BLOCK, _TILE)
-    most_ids = [plan.most_ids(dtype.itemsize, in_place) for in_place in (False, True)]
+    bytes_of_column = logits.element_size() + dtype.itemsize
+    plans = [plan_penalties(n_draws, n_cols, each, device_of(index)) for each in (bytes_of_column, 0)]
+    most_ids = [each.most_ids(dtype.itemsize, in_place) for in_place, each in enumerate(plans)]
     launches: dict[tuple, list[Callable[..., None]]] = {}
 
     def launch_of(out, token_ids, read, penalties):
         logits, bias, bitmask, rows = read
         of_ids = token_ids.shape[1], token_ids.stride(0), token_ids.stride(1)
         in_place = _lies_alike(out, logits)
-        by_block = of_ids[0] > most_ids[in_place]
+        plan, by_block = plans[in_place], of_ids[0] > most_ids[in_place]
         kind = (
             in_place, by_block, out.data_ptr() % 16, out.stride(), token_ids.dtype, token_ids.data_ptr() % 16,
             all(-(2**31) <= each < 2**31 for each in of_ids),
@@ -93,8 +117,9 @@ def prepare_penalties(
             )
         tensors = [each for each in (out, logits, token_ids, bias, bitmask, rows, *penalties) if _is_tensor(each)]
         numbers = [default if _is_tensor(each) else each for each, default in _numbers(penalties)]
-        for each in found:
-            each(*tensors, *of_ids, *numbers)
+        for first in range(0, n_draws, plan.turn):
+            for each in found:
+                each(*tensors, first, *of_ids, *numbers)
 
     if out is None:
 
@@ -163,7 +188,7 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
         "bias_row_stride": bias.stride(0) if bias is not None and bias.ndim == 2 else 0,
         "bitmask_row_stride": 0 if bitmask is None else bitmask.stride(0),
         "ids_row_stride": ids_row_stride, "ids_col_stride": ids_col_stride, "n_rows": n_rows, "n_cols": plan.n_cols,
-        "length": length,
+        "n_draws": plan.n_draws, "part_cols": plan.part_cols, "first_draw": 0, "length": length,
     }  # fmt: skip
     for (name, each), default in zip(penalties._asdict().items(), _DEFAULTS, strict=True):
         values[f"{name}_stride"] = each.stride(0) if _is_tensor(each) and each.ndim else 0
@@ -180,7 +205,8 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
             numbers=tuple(scalars.index(name) for name in _VALUES), plan=plan, **overlapping(own.follows),
         )  # fmt: skip
 
-    blocks, of_rows = plan.n_draws * plan.blocks, preparing(plan.n_draws, _ROW_WARPS, follows=begins_early)
+    blocks, n_parts = plan.turn * plan.blocks, -(-plan.n_cols // plan.part_cols)
+    of_rows = preparing(plan.turn * n_parts, _ROW_WARPS, follows=begins_early)
     if by_block:
         made = [preparing(blocks, _WARPS, streams=True, tile=_BLOCK_TILE)]
     elif in_place:

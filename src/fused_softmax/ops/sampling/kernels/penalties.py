@@ -2,12 +2,13 @@
 
     y = x r where x < 0, x / r elsewhere, less frequency * count and presence, of the columns among a row's ids
 
-A first launch writes the logits as it reads them, a block a program; in place there is none. A second has a program for
-each row, which goes to the columns among the row's ids alone. It counts these in the memory where their results will
-stand: nobody else reads or writes there. Of the ids of a column, the one that is counted first writes the result.
-Traffic of a row of N columns: N read and N written, and its ids four times; for each id a zero, an addition, a count, a
-logit and a result, in L2 and back. In place the N are neither read nor written, and logits are held until their columns
-are counted.
+A first launch writes the logits as it reads them, a block a program; in place there is none. A second, whose programs
+have a part of a row each, goes to the columns among the row's ids alone. It counts these in the memory where their
+results will stand: nobody else reads or writes there. So many rows at a time take both launches that L2 has what the
+first wrote. Of the ids of a column, the one that is counted first writes the result.
+Traffic of a row of N columns: N read and N written, and its ids four times a part; for each id a zero, an addition, a
+count, a logit and a result, in L2 and back. In place the N are neither read nor written, and logits are held until
+their columns are counted.
 
 Where there are more ids than a lane can mark as first, or hold logits of (K.by_block), the first launch does it all: it
 holds each block that has ids, and counts in all of its memory, a zero and a count a column. Counts are integers, so a
@@ -22,21 +23,24 @@ from fused_softmax.core.kernels.state import NEG_INF, widen
 from fused_softmax.ops.sampling.kernels.common import INF, number_at, row_of
 
 
-@triton.jit(do_not_specialize=["ids_row_stride", "ids_col_stride", "n_rows", "length"])
+@triton.jit(
+    do_not_specialize=["ids_row_stride", "ids_col_stride", "n_rows", "n_draws", "part_cols", "first_draw", "length"]
+)  # fmt: skip
 def _penalize(
     out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, rows_ptr, repetition_ptr, presence_ptr, frequency_ptr,
     out_row_stride, logits_row_stride, bias_row_stride, bitmask_row_stride, repetition_stride, presence_stride,
-    frequency_stride, ids_row_stride, ids_col_stride, n_rows, n_cols, length, repetition, presence,
-    frequency, K: tl.constexpr,
+    frequency_stride, ids_row_stride, ids_col_stride, n_rows, n_cols, n_draws, part_cols, first_draw, length,
+    repetition, presence, frequency, K: tl.constexpr,
 ):  # fmt: skip
     """Blocks of a draw's row, with its bias and bitmask, if there are any (K.streams); or the columns among its ids."""
-    draw = tl.program_id(0).to(tl.int64)
-    start, n = 0, n_cols
     if K.streams:
-        n_blocks = tl.cdiv(n_cols, K.block)
-        draw = (tl.program_id(0) // n_blocks).to(tl.int64)
-        start = tl.program_id(0) % n_blocks * K.block
-        n = tl.minimum(n_cols - start, K.block)
+        part_cols = K.block
+    n_parts = tl.cdiv(n_cols, part_cols)
+    draw = (first_draw + tl.program_id(0) // n_parts).to(tl.int64)
+    start = tl.program_id(0) % n_parts * part_cols
+    n = tl.minimum(n_cols - start, part_cols)
+    if draw >= n_draws:
+        return
     row, there = row_of(rows_ptr, draw, n_rows)
     r = number_at(repetition_ptr, repetition_stride, repetition, draw)
     once = number_at(presence_ptr, presence_stride, presence, draw)
