@@ -388,7 +388,7 @@ def test_bench_all_makes_it(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "on_gpu", lambda: True)
     monkeypatch.setattr(measuring, "measure", measured)
     arguments = ["bench", "all", "--only", "h200_step", "--out", str(tmp_path)]
-    for more, said in (([], "measured now: 12 points"), (["--resume"], "h200_step: current")):
+    for more, said in (([], "measured now: 14 points"), (["--resume"], "h200_step: current")):
         result = CliRunner().invoke(main, [*arguments, *more], prog_name="fused-softmax")
         assert result.exit_code == 0, result.output
         assert said in result.stdout

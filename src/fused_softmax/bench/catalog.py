@@ -413,6 +413,13 @@ PROVIDERS = (
         kind="variant",
     ),
     Provider(
+        "beside Liger",
+        Look("#3F007D", "M0,-1L.6,0L0,1L-.6,0ZM-1,-.2L-.7,-.2L-.7,.2L-1,.2Z", (8, 2, 2, 2), dark="#9e8ac8"),
+        steps={"step_llama": by("steps.beside_liger")},
+        kind="variant",
+        needs_gpu=True,
+    ),
+    Provider(
         "own compiled",
         Look("#A63603", "M-1,-.2L.2,-.2L.2,-1L.6,-1L.6,.2L-.6,.2L-.6,1L-1,1Z", (5, 2, 1, 2), dark="#e07a45"),
         steps={"step_llama": by("steps.own", compiles=True)},

@@ -125,16 +125,27 @@ def own(at: At, compiles: bool = False, **options: Any) -> Iterator[Step]:
 
 
 @contextmanager
-def liger(at: At) -> Iterator[Step]:
+def liger(at: At, **options: Any) -> Iterator[Step]:
+    """options: those of `apply_liger_kernel_to_llama`."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 
     model, held = llama(at), dict(vars(modeling_llama))
     try:
-        apply_liger_kernel_to_llama(model=model)
+        apply_liger_kernel_to_llama(model=model, **options)
         yield _step(model, model, at)
     finally:
         vars(modeling_llama).update(held)
+
+
+@contextmanager
+def beside_liger(at: At) -> Iterator[Step]:
+    """Liger's norms, rotations and MLPs, and the loss of this package."""
+    from fused_softmax import hf
+
+    with liger(at, fused_linear_cross_entropy=False, cross_entropy=False) as step:
+        hf.apply(step.model)
+        yield step
 
 
 @contextmanager

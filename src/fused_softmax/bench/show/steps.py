@@ -14,6 +14,7 @@ OF_ERRORS = "Errors are shares of the loss in float32"
 OF_TEXT = {
     OWN: "this package", "trl": "TRL", "liger": "Liger", "own compiled": "this package under torch.compile",
     "32 in place": "this package in chunks of 32 tokens, summed in place",
+    "beside Liger": "this package with Liger's norms, rotations and MLPs",
 }  # fmt: skip
 
 
