@@ -151,11 +151,11 @@ def test_penalties_are_a_kernel_and_with_a_gradient_torchs(x):
         fused_softmax.penalize(x.clone().requires_grad_(), ids, 1.5)
         fused_softmax.sample(x, seed=1, token_ids=ids, repetition=1.5)
     by_kernel, by_torch, drawn = explained
-    assert (by_kernel.function, by_kernel.route, by_kernel.kernels) == ("penalize", "kernel", ["_penalize"])
+    assert (by_kernel.function, by_kernel.route, by_kernel.kernels) == ("penalize", "kernel", ["_penalize"] * 2)
     assert type(by_kernel.plan[0]) is PenaltyPlan
     assert (by_torch.route, by_torch.kernels) == ("composed", [])
     assert by_torch.reason == "a gradient is wanted, which torch's operations have"
-    assert (drawn.route, drawn.kernels) == ("kernel", ["_penalize", "_draw"])
+    assert (drawn.route, drawn.kernels) == ("kernel", ["_penalize", "_penalize", "_draw"])
 
 
 def within_a_function_mode(x):
