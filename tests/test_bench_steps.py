@@ -336,11 +336,11 @@ def test_a_page_gets_a_paragraph_behind_all_operations(tmp_path, capsys):
     assert readme.main([*arguments, "--check"]) == 0
     (said,) = [line for line in written.splitlines() if "takes" in line]
     assert said.startswith(
-        "A training step of a Llama takes, with 4 x 2048 tokens and 128256 classes: this package 200 ms and 1.5 GiB; "
+        "A training step of a Llama on 4 x 2048 tokens and 128256 classes takes: this package 200 ms and 1.5 GiB; "
         "torch 250 ms and 1.5 GiB; this package in chunks of 32 tokens"
     )
     assert "this package under torch.compile 150 ms" in said
-    assert "A step of GRPO with a Llama takes, with 8 x 1024 tokens and 128256 classes: this package 200 ms" in said
+    assert "A step of GRPO with a Llama on 8 x 1024 tokens and 128256 classes takes: this package 200 ms" in said
     assert "liger: absent: ModuleNotFoundError" in said
     assert "1.24 billion random weights" in said
     assert said.endswith("NVIDIA H200, torch 2.11.0, Triton 3.6.0, kernels 0123. Made by `fused-softmax bench step "

@@ -142,7 +142,7 @@ def test_a_measurement_follows_and_its_record_says_nothing_of_it(monkeypatch, co
     assert result.exit_code == 2
     assert result.stderr == (
         "Error: --device h100 is no NVIDIA H200, which would be measured: leave it out, or hide this GPU to compile "
-        "alone\n"
+        "only\n"
     )
 
 

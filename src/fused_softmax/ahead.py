@@ -84,7 +84,9 @@ def compiling(
     calls: Iterable[Callable[[], Any]], device: str | None = None, processes: int | None = None,
     folder: "str | os.PathLike[str] | None" = None, failed: Callable[[int, str], object] | None = None,
 ) -> Iterator[Kernel]:  # fmt: skip
-    """As `warmup`, kernel by kernel as they get ready. failed: is told of a call that raises, and others go on."""
+    """As `warmup`, but yields each kernel when it is ready.
+
+    failed: gets the index and the error of each call that raises, and the others go on."""
     if os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1" or os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError(
             "warmup: kernels are interpreted in this process, so none would be compiled; "

@@ -2,8 +2,8 @@
 
 A row has all that the bench knows of a provider, so that a new one needs no other place. Its call is made by a function
 in a file of `entries`, which is imported when it is first called: help and a wrong name need no PyTorch. That function
-is given a case, or, over ranks, a rank's `Place`. It imports what it needs, and returns `call(*inputs)`; of a step, as
-`entries/steps.py` says. If the import fails, the provider is absent, and the error is shown as the reason.
+is given a case, or, over ranks, a rank's `Place`. It imports what it needs, and returns `call(*inputs)`. For a step it
+returns what `entries/steps.py` says. If the import fails, the provider is absent, and the error is shown as the reason.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -67,8 +67,8 @@ OPERATIONS = {
 class Step(NamedTuple):
     """A step of training a whole model.
 
-    operation: what this package computes there, whose kernels its figures are of. baseline: the provider whose own
-        errors bound the others'.
+    operation: the one that this package computes in it, by whose kernels its figures are current or not.
+    baseline: the provider whose own errors bound the others'.
     """
 
     title: str
@@ -80,7 +80,7 @@ STEPS = {
     "step_llama": Step("a training step of a Llama", "linear_cross_entropy", TORCH),
     "step_grpo": Step("a step of GRPO with a Llama", "linear_log_prob", "trl"),
 }
-COMPILING = (COMPILED, "own compiled")  # a step: a minute or more
+COMPILING = (COMPILED, "own compiled")  # their first step takes a minute or more
 
 Maker = Callable[[Any], Any]  # a case, a rank's place, or what a step is made for, to a call
 

@@ -3,10 +3,10 @@
     python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json docs/results.md [--place NAME] [--check]
 
 Rewrites the text between two markers, and nothing else. NAME selects the markers if there are several tables. Steps of
-training are a paragraph, which a page that has no markers of that name gets behind the table of all operations. It also
-draws the picture beside the results, which has their name, if the page shows it and its figures are stale. With
---check it writes nothing and exits with 1 if the page or the picture disagrees with the file. Standard library only,
-except for drawing.
+training become a paragraph. If a page has no markers of that name, it gets them behind the table of all operations. The
+command also draws the picture beside the results, which has their name, if the page shows it and its figures are stale.
+With --check it writes nothing and exits with 1 if the page or the picture disagrees with the file. Standard library
+only, except for drawing.
 """
 
 import argparse

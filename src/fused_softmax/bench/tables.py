@@ -33,7 +33,7 @@ def replace(text: str, table: str, place: str = "") -> str:
 
 
 def with_place(text: str, place: str, behind: str) -> str:
-    """`text` with the markers of a place, which it gets behind those of another if it has none."""
+    """`text` with the markers of a place. If it has none, they are added behind those of the place `behind`."""
     (begin, end), (_, last) = markers(place), markers(behind)
     return text if begin in text or end in text else text.replace(last, f"{last}{begin}\n{end}", 1)
 

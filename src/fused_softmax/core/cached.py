@@ -1,4 +1,4 @@
-"""Triton's cache of kernels, found in its folder wherever that lies now.
+"""Triton's cache of kernels, which is found again after its folder has moved.
 
 Triton notes the files of a kernel by the paths that they had when they were written. After a move it would compile the
 kernel again; where the old folder has some of the files, Triton 3.6 would fail for want of the others.
@@ -14,7 +14,7 @@ from triton.runtime.cache import FileCacheManager
 
 
 class Beside(FileCacheManager):
-    """Files of a kernel are beside the note that names them, or the kernel is not there."""
+    """Takes a kernel's files from beside the note that names them. If one is missing, the kernel is not there."""
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         try:
@@ -27,7 +27,7 @@ class Beside(FileCacheManager):
 
 @contextmanager
 def wherever_it_lies() -> Iterator[None]:
-    """Lets Triton read its folder by `Beside`, unless the user has another cache than a folder."""
+    """In here Triton reads its folder by `Beside`, unless the user has set another kind of cache."""
     if knobs.cache.manager_class is not None:
         yield
         return

@@ -30,7 +30,7 @@ def like(
 
 
 def shapes_of(make: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """Tensors that a function makes on the CPU, as it would make them there, but without memory."""
+    """The tensors that a function makes on the CPU, without their memory: what it makes has no data."""
     with _fakes():
         made = make()
     return [like(each.shape, each.stride(), each.dtype, offset=int(each.storage_offset())) for each in made]
@@ -38,13 +38,15 @@ def shapes_of(make: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
 
 @cache
 def _fakes() -> FakeTensorMode:
-    """One for all, for whoever makes tensors may keep some of them for another call."""
+    """One mode for all calls, because a maker of tensors may keep some of them for its next call."""
     return FakeTensorMode()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A launch that the host path asked for: what `core.launch.prepare` was given, or if public Triton itself."""
+    """A launch that the host path asked for: what `core.launch.prepare` was given.
+
+    public: whether Triton's own `kernel[grid](...)` was given it instead."""
 
     kernel: Any
     grid: Any
@@ -100,7 +102,7 @@ def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
 
 @contextmanager
 def noting_public_launches(found: list[Job]) -> Iterator[None]:
-    """Within it, launches of kernels by Triton's own `kernel[grid](...)` are appended too, instead of being made."""
+    """In here, a launch by Triton's own `kernel[grid](...)` is appended to `found`, and not made."""
 
     def note(kernel, *arguments, grid, warmup, **options) -> None:
         n = next((i for i, each in enumerate(arguments) if not isinstance(each, Tensor)), len(arguments))

@@ -46,7 +46,7 @@ _LEAST = 2.0**-149  # of 32 bits, above 0, which is another thing than its neigh
 
 _loaded: dict[tuple, Any] = {}  # what was compiled and loaded, by all that Triton specialises on
 _loading = Lock()
-_ahead: ContextVar[list[Callable[[], Any]] | None] = ContextVar("ahead", default=None)  # of `together`, what is next
+_ahead: ContextVar[list[Callable[[], Any]] | None] = ContextVar("ahead", default=None)  # what `together` calls next
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)  # in threads of `_compiling_ahead`
 
 

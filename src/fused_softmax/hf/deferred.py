@@ -200,7 +200,8 @@ def _n_classes(head: Any) -> int:
 def _is_watched(head: nn.Module) -> bool:
     """Whether hooks or a forward of the module's own look at its output or gradient, such as a user's, or accelerate's.
 
-    FSDP2's gather the weight, and do nothing to logits. But a weight that is made of what it gathers is made once.
+    FSDP2's hooks gather the weight, and do nothing to logits. But a head that makes its weight of what they gather
+    counts as watched.
     """
     if "forward" in head.__dict__ or _has_any_global_hook():
         return True
@@ -224,9 +225,9 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 class Deferred:
     """What stands for logits within a model's forward pass.
 
-    head, given: a linear layer and its input, as the model called it. layer: (weight, bias) that the head had; of a
-    parametrization they are made once, at that call. None where FSDP2 moves them, or a compiler traces them. rows:
-    those of the input whose logits these are.
+    head, given: a linear layer and its input, as the model called it. layer: (weight, bias) that the head had. A
+    parametrization makes them once, at that call. None where FSDP2 moves them, or a compiler traces them. rows: those
+    of the input whose logits these are.
     The logits are the head's output, or step(the parent's logits, *arguments); or bias + the head's output, times
     `times`, over `over`, and, if cap is a number, cap * tanh of that over cap.
     """
@@ -255,7 +256,7 @@ class Deferred:
         self.with_graph: Tensor | None = None
         self.without: Tensor | None = None
         self.hooks_by_id: dict[int, Any] = OrderedDict()
-        # Of what FSDP2 moves, its shards stay where they are.
+        # FSDP2 moves whole parameters, and its shards stay where they are.
         self.parameters = _seen([each.to_local() for each in own if _is_shard(each)] if moved else own)
         self.inputs = _seen([given])
         self.steps = head.counter.clone() if is_compiling() else head.steps
@@ -505,7 +506,7 @@ class Deferred:
         return found
 
     def _is_replaced(self) -> bool:
-        """Whether the head has another layer than it had, or makes one, but for what FSDP2 takes apart."""
+        """Whether the head's weight or bias is another tensor than it was, unless FSDP2 has put it into shards."""
         if self.layer is None:
             return False
         now = _layer_of(self.head)
@@ -592,7 +593,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def _kept(argument: Any) -> Any:
-    """An argument of a step that is taken later, whatever its owner writes to it until then."""
+    """A copy of an argument for a step that is taken later, because its owner may write to it before."""
     return argument.clone() if isinstance(argument, Tensor) else argument
 
 
@@ -601,11 +602,11 @@ def _seen(tensors: Iterable[Tensor]) -> list["_Seen"]:
 
 
 class _Seen:
-    """What a tensor was, by which later writes to it are told.
+    """What a tensor was, by which later writes to it are noticed.
 
-    In-place functions change its version, and an assignment to .data its memory. Writes through .data, as some
-    optimizers and DeepSpeed have them, change neither, and are told by some elements. storage: a weak reference, which
-    keeps the identity from being another's.
+    In-place functions change its version, and an assignment to .data changes its memory. Writes through .data, such as
+    those of DeepSpeed and some optimizers, change neither. A sample of elements is compared to notice these. storage: a
+    weak reference, so that no other storage gets the same identity.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -632,7 +633,7 @@ class _Seen:
         return self.tensor.data_ptr(), self.tensor.shape, self.tensor.stride()
 
     def _sample(self) -> Tensor:
-        """Up to 4096 elements from all over a tensor, as bytes, by which NaN is equal to itself."""
+        """Up to 4096 elements from all over a tensor, as bytes, so that NaN equals itself."""
         most = max(1, int(1024 ** (1 / max(1, self.tensor.ndim))))
         steps = tuple(slice(None, None, max(1, size // most)) for size in self.tensor.shape)
         found = self.tensor.detach()[steps].clone(memory_format=torch.contiguous_format)
@@ -764,7 +765,7 @@ _KNOWN: dict[Any, Callable[[Deferred], Any]] = {
 
 
 def is_recorded() -> bool:
-    """Whether export, torch.jit or make_fx keeps a graph of the pass, whose outputs are tensors that it has made."""
+    """Whether torch.export, torch.jit or make_fx records a graph of the pass. Its outputs have to be plain tensors."""
     if is_compiling():
         return torch.compiler.is_exporting()
     return torch.jit.is_tracing() or get_proxy_mode() is not None

@@ -146,7 +146,7 @@ def apply(
         nothing is changed.
     "attention": `attention`, as after `register()`, where transformers has "eager", or "sdpa" for a softcap or for a
         bias of relative positions; unless the model has dropout in attention, or heads of more than 256 dims. The model
-        then has a copy of its config, for others may have that too.
+        then has a copy of its config, because other models may share the original.
     "routers": `route` in routers of the classes that it knows, and in the loss that balances experts.
 
     The state dict, saved files and copies are as before. Apply a model before DDP, FSDP2 and torch.compile wrap it;
@@ -248,9 +248,10 @@ def _commit(
 
 
 def _own_configs(model: nn.Module, target: nn.Module) -> Callable[[], None]:
-    """Give a model, and what wraps it, copies of its configs, which other models may have too.
+    """Give a model, and what wraps it, copies of its configs, because other models may share the originals.
 
-    What it returns puts them back, unless they have changed since, as resize_token_embeddings() changes them.
+    The function that it returns puts the originals back, unless a copy has changed since, as by
+    resize_token_embeddings().
     """
     from transformers import PreTrainedConfig
 

@@ -35,7 +35,7 @@ _jobs: list[Job] = []  # which the processes that are forked have too
 
 
 def main() -> int:
-    # Of sys.path: where the calls' own modules are too.
+    # The caller's sys.path, because the modules of the calls may be there alone.
     calls, device, processes, leaves_out, sys.path[:] = pickle.load(sys.stdin.buffer)
     importlib.import_module("fused_softmax.nn")  # all of the package, before stand-ins take their places
     prepare, found = launch.prepare, list[Job]()
@@ -125,7 +125,7 @@ def _share(device: Device) -> None:
 
 
 def _build_tritons() -> None:
-    """Triton's calls of the driver. They link to a driver, so one that does nothing stands in where there is none."""
+    """Triton's calls of the driver. They link to a driver. Where there is none, an empty one stands in."""
     from triton.backends.nvidia import driver
     from triton.runtime.build import _build
 
@@ -135,7 +135,7 @@ def _build_tritons() -> None:
         except (AssertionError, OSError):
             calls = Path(driver.__file__).with_name("driver.c").read_text(encoding="utf-8")
             names = set(re.findall(r"\bcu[A-Z]\w*(?=\()", calls))
-            source = Path(folder, "nothing.c")  # with its functions, or linkers would leave it out as not needed
+            source = Path(folder, "nothing.c")  # without a driver's functions, linkers would leave it out as not needed
             source.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)), encoding="utf-8")
             Path(_build("nothing", str(source), folder, [], [], [], [])).rename(Path(folder, "libcuda.so.1"))
             knobs.nvidia.libcuda_path = folder

@@ -264,7 +264,7 @@ def all_command(
 
 
 def _sweeps(renewals: "Iterable[Renewal]") -> "list[Asked]":
-    """Their measurements but first calls and steps of training, which are to compile."""
+    """Those of the measurements that `--warm` compiles for: neither first calls nor steps of training."""
     from fused_softmax.bench.measure.run import Asked
 
     return [each.asked for each in renewals if isinstance(each.asked, Asked)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fused_softmax.bench.measure.steps import Asked
 
 DTYPE = "bfloat16"
-# Each with its shapes, batch x length x vocabulary. Only the first of a step is compiled.
+# The shapes of each step: batch x length x vocabulary. By default torch.compile gets only the first of these.
 CASES = {"step_llama": "4x2048x128256,1x8192x128256", "step_grpo": "8x1024x128256"}
 STEPS, QUICK_STEPS = 10, 3
 
@@ -61,7 +61,7 @@ def chosen(
     """
     for case in shapes:
         if (len(case.shape), case.dim) != (3, -1) or case.shape[1] < 2:
-            raise click.UsageError(f"a shape is batch x length x vocabulary, of a length of 2 or more; not {case.size}")
+            raise click.UsageError(f"a shape is batch x length x vocabulary, the length at least 2; not {case.size}")
     found: list[tuple[cases.Case, list[str]]] = []
     last: list[tuple[cases.Case, list[str]]] = []
     for step, text in CASES.items():
@@ -100,11 +100,11 @@ def chosen(
 @list_option
 @click.pass_context
 def step(ctx: click.Context, /, **options: Any) -> None:
-    """Time a step of training a Llama of Llama 3.2 1B's shape with random weights, and of GRPO with the same model.
+    """Time training steps of a model with the sizes of Llama 3.2 1B and random weights, and of GRPO with it.
 
-    A step is a forward and a backward pass, without an optimizer. It has a figure only if its loss and its gradients
-    are about as close to those of float32 as torch's or TRL's own. Needs transformers, and of other projects' providers
-    their packages. Without a GPU the model is a small one. Ctrl-C keeps what was measured.
+    A step is a forward and a backward pass, without an optimizer. A provider gets a figure only if its loss and its
+    gradients are about as close to those of float32 as torch's or TRL's own. Needs transformers, and the packages of
+    the other projects that it measures. Without a GPU the model is a small one. Ctrl-C keeps what was measured.
     """
     out: Path | None = options.pop("out")
     resume, force = options.pop("resume"), options.pop("force")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def warm_options(command: Any) -> Any:
     warm = click.option(
         "--warm", is_flag=True,
-        help="First compile what this package's calls will launch, by all cores. Without a GPU that is all.",
+        help="First compile, on all cores, what this package's calls will launch. Without a GPU, do only that.",
     )  # fmt: skip
     device = click.option(
         "--device", type=click.Choice(["h100", "h200"]),
@@ -26,7 +26,7 @@ def warm_options(command: Any) -> Any:
 
 
 def without_options(typed: list[str]) -> list[str]:
-    """The arguments but these, which change no figure."""
+    """The arguments without these options, which change no figure."""
     found, rest = [], iter(typed)
     for each in rest:
         if each == "--device":
@@ -57,15 +57,16 @@ def measures(warm: bool, device: str | None) -> bool:
     here = torch.cuda.get_device_name()
     if device and GPUS[device] != here:
         raise click.UsageError(
-            f"--device {device} is no {here}, which would be measured: leave it out, or hide this GPU to compile alone"
+            f"--device {device} is no {here}, which would be measured: leave it out, or hide this GPU to compile only"
         )
     return True
 
 
 def compile_ahead(asked: Iterable["Asked"], device: str | None, measured: bool) -> bool:
-    """Compile what measurements will launch, and say so. Whether all cases could be planned.
+    """Compile what measurements will launch, and say so. Returns whether all cases could be planned.
 
-    measured: whether they follow, whose table standard output then has. UsageError if none has a call of this package.
+    measured: whether the measurements follow, so that standard output is for their table. UsageError if no case has a
+    provider of this package.
     """
     from fused_softmax.bench.measure import ahead
 

@@ -1,7 +1,7 @@
 """Steps of training a whole model: forward and backward, without an optimizer, whose work no provider changes.
 
-A provider's maker is given what the step is made for, and returns a context manager that yields a `Step`. What it puts
-in place of other projects' functions, it takes back at the end.
+A provider's maker takes an `At`, and returns a context manager that yields a `Step`. At its end the manager puts back
+the functions of other projects that it replaced.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fused_softmax.bench.cases import Case
 
 OF_ENTROPY = 0.01  # of GRPO's loss
-OF_PROMPT = 4  # of a sequence of GRPO, one token in so many is the prompt's
+OF_PROMPT = 4  # one token in so many belongs to the prompt, in a sequence of GRPO
 
 
 class Sizes(NamedTuple):
@@ -57,7 +57,7 @@ class At:
 
 @dataclass(frozen=True)
 class Step:
-    """model: whose gradients the loss has. loss: a forward pass with the same tokens at each call."""
+    """model: what is trained. loss: runs its forward pass, with the same tokens at each call."""
 
     model: nn.Module
     loss: Callable[[], Tensor]
@@ -71,7 +71,7 @@ def parameters_of(at: At) -> int:
 
 
 def llama(at: At) -> Any:
-    """A Llama of transformers with random weights, which have been rounded to bfloat16 whatever their dtype."""
+    """A Llama of transformers. Its random weights are rounded to bfloat16, and then have the case's dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = at.sizes
@@ -84,7 +84,7 @@ def llama(at: At) -> Any:
     with torch.random.fork_rng(), torch.device(at.device):
         torch.manual_seed(at.seed)
         model: Any = LlamaForCausalLM(config)
-    if at.case.dtype == "float32":  # whose scores, which torch then makes, are too many to keep
+    if at.case.dtype == "float32":  # torch then makes all scores, too many to keep
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(torch.bfloat16).to(getattr(torch, at.case.dtype)).train()
 
@@ -140,7 +140,7 @@ def liger(at: At, **options: Any) -> Iterator[Step]:
 
 @contextmanager
 def beside_liger(at: At) -> Iterator[Step]:
-    """Liger's norms, rotations and MLPs, and the loss of this package."""
+    """Liger's norms, rotary embeddings and MLPs, and the loss of this package."""
     from fused_softmax import hf
 
     with liger(at, fused_linear_cross_entropy=False, cross_entropy=False) as step:
@@ -150,7 +150,7 @@ def beside_liger(at: At) -> Iterator[Step]:
 
 @contextmanager
 def trl(at: At) -> Iterator[Step]:
-    """The loss of TRL's GRPOTrainer for completions that are there, with their entropies."""
+    """The loss of TRL's GRPOTrainer for given completions, with an entropy bonus."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -163,7 +163,7 @@ def trl(at: At) -> Iterator[Step]:
             loss_type="grpo", beta=0.0, entropy_coef=OF_ENTROPY, bf16=False, gradient_checkpointing=False,
             use_cpu=at.device == "cpu", report_to="none", save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        config._n_gpu = min(config.n_gpu, 1)  # of several, a trainer that torchrun has not started takes all
+        config._n_gpu = min(config.n_gpu, 1)  # without torchrun, a trainer takes all GPUs
         trainer = GRPOTrainer(
             model=llama(at), reward_funcs=_no_reward, args=config, processing_class=_tokenizer(),
             train_dataset=Dataset.from_dict({"prompt": ["1"] * batch}),
@@ -200,7 +200,7 @@ def _no_reward(completions: list[Any], **_: Any) -> list[float | None]:
 
 
 def _tokenizer() -> Any:
-    """One that a trainer takes, of three words: no text is read."""
+    """A tokenizer of three words, because a trainer needs one. No text is read."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -210,7 +210,7 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), **special)
 
 
-SAMPLE = 2**16  # numbers of a parameter's gradient
+SAMPLE = 2**16  # so many numbers of a parameter's gradient are compared, at most
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Result:
 class Errors:
     """How far a result is from the true one, each as a share of it: the loss, the head's gradient, and the rest.
 
-    rest: the root of the mean square of all other gradients' distances.
+    rest: the root mean square of the other gradients' distances.
     """
 
     loss: float
@@ -234,7 +234,7 @@ class Errors:
 
 
 def result_of(step: Step) -> Result:
-    """What one step computes. The model's own gradients are then gone."""
+    """What one step computes. It leaves the model without gradients."""
     step.model.zero_grad(set_to_none=True)
     loss = step.loss()
     loss.backward()

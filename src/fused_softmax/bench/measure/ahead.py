@@ -24,7 +24,7 @@ _made: set[tuple[Any, ...]] = set()
 
 
 def ours(asked: Iterable[Asked]) -> dict[Case, tuple[str, ...]]:
-    """The cases of measurements, each with those of its providers that are this package; none without one."""
+    """The cases that have providers of this package, each with these providers."""
     found: dict[Case, dict[str, None]] = {}
     for each in asked:
         for case in each.chosen:
@@ -37,14 +37,14 @@ def ours(asked: Iterable[Asked]) -> dict[Case, tuple[str, ...]]:
 def compiled(
     cases: dict[Case, tuple[str, ...]], device: str | None, failed: Callable[[Case, str], object]
 ) -> list[Kernel]:
-    """Compile what the cases take by all cores. device: as warmup's. failed: is told of a case that raises, and why."""
+    """Compile the kernels of cases on all cores. device: as warmup's. failed: gets each case that raises, and why."""
     calls, order = [partial(calls_of, case, names) for case, names in cases.items()], list(cases)
     cores = len(os.sched_getaffinity(0))
     return list(compiling(calls, device, cores, failed=lambda i, why: failed(order[i], why)))
 
 
 def calls_of(case: Case, names: Iterable[str]) -> None:
-    """Make the calls of providers that a measurement of a case makes, and its ceilings', in a process that plans."""
+    """Make the calls that a measurement of a case makes, of providers and ceilings, in a process that only plans."""
     operation = operation_of(case)
     inputs: Any = shapes_of(lambda: operation.inputs(case, torch.Generator("cpu")))
     for name in names:

@@ -28,8 +28,8 @@ from fused_softmax.core.described import number_of
 
 ON_CPU = (2, 32, 1024)  # batch x length x vocabulary, where the user gave none
 WARMUP = 2  # steps, after the one that is judged
-# How often the errors of the baseline, in the same dtype, are accepted, and what is beside them: one rounding of the
-# loss to bfloat16, and of gradients some roundings of sums that are kept in it.
+# An error may be OF_BASELINE times the baseline's in the same dtype, and more by a share: of the loss, one rounding to
+# bfloat16; of gradients, some roundings of sums that are kept in bfloat16.
 OF_BASELINE, OF_LOSS, OF_GRADIENTS = 2.0, 2.0**-9, 2.0**-6
 
 

@@ -14,7 +14,7 @@ OF_ERRORS = "Errors are shares of the loss in float32"
 OF_TEXT = {
     OWN: "this package", "trl": "TRL", "liger": "Liger", "own compiled": "this package under torch.compile",
     "32 in place": "this package in chunks of 32 tokens, summed in place",
-    "beside Liger": "this package with Liger's norms, rotations and MLPs",
+    "beside Liger": "this package with Liger's norms, rotary embeddings and MLPs",
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def sentence(points: Sequence[Point]) -> str:
     said = [
         f"{OF_TEXT.get(point.provider, point.provider)} {_figures(point)}" for point in points if point.call is not None
     ]
-    return f"{STEPS[points[0].operation].title} takes, with {batch} x {length} tokens and {classes} classes: " + (
+    return f"{STEPS[points[0].operation].title} on {batch} x {length} tokens and {classes} classes takes: " + (
         "; ".join(said)
     )
 

@@ -109,7 +109,8 @@ def wrong_for(*tensors: Tensor) -> str | None:
 
 def _has_cudnn(given: Inputs, how: Attention) -> bool:
     """Whether torch would let cuDNN have it: the user's switches, layouts and versions."""
-    if given.query.device.type != "cuda":  # nor does a tensor without memory, whose GPU need not be here, ask a driver
+    # Of a tensor without memory torch would ask a driver, which need not be here.
+    if given.query.device.type != "cuda":
         return False
     cuda = torch.backends.cuda
     return cuda.can_use_cudnn_attention(cuda.SDPAParams(*given[:3], None, 0.0, how.right == 0, how.enable_gqa))

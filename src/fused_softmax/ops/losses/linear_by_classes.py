@@ -351,5 +351,5 @@ def _factors(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     """What torch multiplies, and how, for a product in `dtype`."""
     if dtype == a.dtype:
         return a, b, {}
-    # Of tensors without memory, which stand for a GPU's, torch 2.11 makes no product in another dtype.
+    # Tensors without memory stand for a GPU's, and torch 2.11 makes no product of them in another dtype.
     return (a, b, {"out_dtype": dtype}) if a.device.type == "cuda" else (a.to(dtype), b.to(dtype), {})

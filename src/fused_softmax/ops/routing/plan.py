@@ -17,8 +17,8 @@ WARPS, PROGRAMS, TURNS = 4, 16, 4
 # Programs a multiprocessor at most, where rows are added up: 131072 x 256 with losses 128 us, by 4 programs 171; the
 # gradient of 16384 x 256 with losses 11.9, by 4 programs 15.6.
 SUMMING = 8
-# Warps of a program that adds up rows as it routes them, of which half as many add to the same slots: 16384 x 256 with
-# counts 19.0 us, by 4 warps 24.3, by 16 30.7; x 64 with losses 11.5, 13.7, 12.4.
+# Warps of a program that adds up rows as it routes them. With 8, half as many programs add to the same slots as with 4:
+# 16384 x 256 with counts 19.0 us, by 4 warps 24.3, by 16 30.7; x 64 with losses 11.5, 13.7, 12.4.
 SUMMING_WARPS = 8
 MOST_COLS = 256  # experts whose sums a program takes at a time
 

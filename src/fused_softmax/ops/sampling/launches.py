@@ -56,7 +56,7 @@ class Numbers(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What launches a kernel, and what finds its arguments among what `_OF_A_CALL` names."""
+    """launch: launches a kernel. wanted: picks its arguments from the values that `_OF_A_CALL` names."""
 
     launch: Callable[..., None]
     wanted: Callable[[tuple], tuple]
@@ -137,7 +137,7 @@ class Arguments:
         self, kernel: Any, programs: int, spec: SampleSpec, device: int, num_warps: int, n_parts: int = 1,
         part_stretches: int = 1, follows: bool = False, **options: Any,
     ) -> Callable[[], "Prepared"]:  # fmt: skip
-        """What prepares a launch for others like these, as `launch.together` calls it."""
+        """A function that prepares a launch for arguments like these, as `launch.together` takes it."""
         names = [name for name in kernel.arg_names if name != "K"]
         tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
         scalars = [name for name in names if not name.endswith("_ptr")]
@@ -266,7 +266,10 @@ def _is_of_rest(options: Sampling) -> bool:
 
 
 def _launch_that_reads(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
-    """The first launch of all draws with filters, as `Arguments.prepare` has it; so have those that follow here."""
+    """The first launch of all draws with filters, as functions of `Arguments.prepare`.
+
+    The functions below return such lists too.
+    """
     from fused_softmax.ops.sampling.kernels.kept import _stretches
 
     n_parts = -(-plan.n_cols // (STRETCH * plan.stretches))

@@ -20,8 +20,8 @@ from fused_softmax.ops.sampling.launches import readable
 _INTEGERS = (torch.int64, torch.int32)
 _NUMBERS = (float, int)
 _BLOCK, _WARPS = 2048, 4  # columns of a block, which are written as fast as a copy is
-_TILE, _ROW_WARPS = 2048, 32  # ids of a row that are looked at at a time: each waits for its column, many at once
-_BLOCK_TILE = 512  # of those that a block looks for its columns among
+_TILE, _ROW_WARPS = 2048, 32  # ids of a row that are read at a time: many wait for their columns at once
+_BLOCK_TILE = 512  # ids that a block searches at a time for its columns
 _SHARE = 0.75  # of L2, that rows of a turn take
 _MARKED, _HELD = 64, 16  # tiles whose first ids a lane marks by a bit each; bytes of logits that it holds in place
 # Of a launch, what is given anew.
@@ -43,7 +43,7 @@ _DEFAULTS = Penalties(1.0, 0.0, 0.0)
 class PenaltyPlan:
     """How rows are written: by blocks of `block` columns, and by tiles of ids for each of `parts` parts of a row.
 
-    turn: rows that take both launches, before the next ones do.
+    turn: so many rows take both launches before the next rows do.
     """
 
     n_draws: int
@@ -63,7 +63,7 @@ class PenaltyPlan:
         return -(-self.blocks // self.parts) * self.block
 
     def most_ids(self, element_size: int, in_place: int) -> int:
-        """Of a row, up to which their columns alone are counted; with more ids whole blocks are."""
+        """How many ids a row may have for their columns alone to be counted. With more, whole blocks are."""
         tiles = _HELD // element_size if in_place else _MARKED
         return min(tiles * self.tile, PenaltySpec.counted)
 
