@@ -345,6 +345,26 @@ def test_wrong_offsets_make_their_rows_nan(wrong, kind, n_classes, device):
             torch.testing.assert_close(out.lse[r].double(), lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("offsets", [[0, 3, 2, 5], [0, 4, 0, 4], [0, 2, 3, 5]], ids=str)
+def test_rows_that_share_places_of_a_list_get_no_gradient_of_each_other(offsets, inplace, device):
+    """Where offsets fall, the row before the fall and the one after it may both be readable, and share ids."""
+    x, ids, t = peaked(3, 40).to(device), torch.arange(12, device=device), torch.tensor([1, 2, 3], device=device)
+    leaf = x.clone().requires_grad_()
+    out = log_prob(leaf * 1, t, kept=(ids, torch.tensor(offsets, device=device)), inplace_backward=inplace)
+    (dx,) = torch.autograd.grad(out.sum(), leaf)
+    for r, (begin, end) in enumerate(neighbours(offsets)):
+        if begin <= end:
+            p = x[r, begin:end].double().softmax(0)
+            wanted = torch.zeros(40, dtype=torch.float64, device=device)
+            wanted[begin:end] = (torch.arange(begin, end, device=device) == t[r]).double() - p
+            wanted = wanted if begin <= t[r] < end else wanted * 0
+            off = (dx[r].double() - wanted).abs()
+            assert (off < 1e-5).all() or (dx[r, begin:end].isnan().all() and offsets != sorted(offsets))
+        else:
+            assert dx[r].isnan().all()
+
+
 @pytest.mark.parametrize("wrong", [40, -1, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_ids_out_of_range_make_their_rows_nan(wrong, inplace, device):

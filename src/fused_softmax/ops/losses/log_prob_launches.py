@@ -322,9 +322,9 @@ def _prepare_listed(given: GivenLogits, dx: Tensor, beside: tuple, options: LogP
     values = given.values(options) | {"n_programs_of_row": shared}
 
     def waiting(given):
-        """Gradients at listed columns, and what stands at all others of a row."""
+        """Gradients at listed columns; NaN where offsets fall, and then what stands at all other columns of a row."""
         n, n_kept = len(given.x), given.kept.ids.shape[0]
-        return empty((n_kept,), (1,), given.x.dtype), empty((n,), (1,), torch.float32)
+        return empty((n_kept,), (1,), given.x.dtype), torch.zeros(1 + n, dtype=torch.float32, device=given.x.device)
 
     def arranged(given, beside, gradients, fill):
         return given.x, gradients, fill, *given.tensors[1:], *beside

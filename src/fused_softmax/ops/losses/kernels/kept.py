@@ -24,6 +24,12 @@ def list_of(ids_ptr, offsets_ptr, row, n_kept, origin, n_classes, K: tl.constexp
 
 
 @triton.jit
+def falls_at(offsets_ptr, row):
+    """Whether offsets fall at a row, so that rows before it and after it may share places of the list."""
+    return tl.load(offsets_ptr + row + 1) < tl.load(offsets_ptr + row)
+
+
+@triton.jit
 def ids_at(L, i):
     """The ids at places i of a list, int32; -1 past its end, of a list that cannot be read, and of what is none."""
     c = tl.load(L.ids_ptr + L.first + i, mask=(i < L.size) & L.right, other=-1)

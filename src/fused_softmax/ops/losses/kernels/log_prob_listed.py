@@ -2,8 +2,10 @@
 
 The first reads the logits of listed columns alone, and writes their gradients by the places of the list. The second
 writes 0 all over a part of a row and then, while that part is in L2, what stands at its listed columns. So no part
-looks for targets, and over the logits all are read before the first is written. Traffic of rows of N columns, of which
-k are listed: k sectors read, k elements written and read; N elements written; the list from L2 for each part.
+looks for targets, and over the logits all are read before the first is written. Where offsets fall, lists of several
+rows may have one place: a number that all rows read, 0 else, then makes all that is listed NaN.
+Traffic of rows of N columns, of which k are listed: k sectors read, k elements written and read; N elements written;
+the list from L2 for each part.
 """
 
 import triton
@@ -12,7 +14,7 @@ import triton.language as tl
 from fused_softmax.core.kernels.rows import body_of, edges_of, tile_part_of, whole_vectors
 from fused_softmax.core.kernels.spec import Rows
 from fused_softmax.ops.losses.kernels.common import logits_of, numbers_of, slope_of
-from fused_softmax.ops.losses.kernels.kept import columns_at, list_of
+from fused_softmax.ops.losses.kernels.kept import columns_at, falls_at, list_of
 from fused_softmax.ops.losses.kernels.log_prob import slope_by_entropy, targets_of, tempered, upstream_of
 
 
@@ -38,7 +40,9 @@ def _listed_gradient(
         U = upstream_of(T, m_ptr, ls_ptr, entropy_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr, one, K)
         if first == 0:
             fill = tl.where(T.spoilt & U.counts, float("nan"), 0.0)
-            tl.store(fill_ptr + one, fill)
+            tl.store(fill_ptr + 1 + one, fill)
+            if falls_at(offsets_ptr, first_row + row):
+                tl.store(fill_ptr, float("nan"))
         for at in range(first, L.size, n_programs_of_row * K.list_cols):
             i = at + tl.arange(0, T_COLS)[:, None]
             c = columns_at(L, i, n_cols, K)
@@ -66,7 +70,8 @@ def _write_listed(
     end = tl.minimum(r.body, r.start + part_cols)
     row = (tl.program_id(0) // n_parts).to(tl.int64)
     L = list_of(ids_ptr, offsets_ptr, first_row + row, n_kept, origin, n_classes, K)
-    fill = tl.load(fill_ptr + row).to(K.cast_dtype)
+    fill = tl.load(fill_ptr + 1 + row).to(K.cast_dtype)
+    shared = tl.load(fill_ptr).to(K.cast_dtype)
     dx_body = body_of(dx_rows, r.row, K)
     for at in range(r.start, tl.minimum(r.start + r.size, n_cols), K.block_cols):
         tl.store(dx_body + (at + r.cols), fill, mask=r.cols < end - at, cache_modifier=".cg")
@@ -82,5 +87,5 @@ def _write_listed(
         if K.shifted:
             own |= (at_c < 0) & (r.part == 0) | (at_c >= r.body) & (r.part == n_parts - 1)
         own &= (c >= 0) & (c < n_cols)
-        dx = tl.load(values_ptr + L.first + i, mask=own, other=0.0)
+        dx = tl.load(values_ptr + L.first + i, mask=own, other=0.0) + shared
         tl.store(dx_ptr + r.row * dx_row_stride + c, dx, mask=own)
