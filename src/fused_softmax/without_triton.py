@@ -49,6 +49,9 @@ class StandIn:
         # Of `@jit(...)`, what it returns is the decorator.
         return self if kwargs and not args else StandIn(f"{self._name}()")
 
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[()]:
+        return ()  # of a class that would inherit from it
+
     def __iter__(self) -> NoReturn:
         refuse()
 
