@@ -31,6 +31,10 @@ _PLACES = frozenset({
     "side_by_side", "slot_of", "sum_of_pieces", "wait_for_launch_before", "weight", "weight_of", "widen", "write",
     "written",
 })  # fmt: skip
+# Numbers of both kernels that their lines make plain.
+_UNTOLD = (
+    "block", "factor", "n", "n_inner", "n_groups", "n_bunches", "n_blocks", "n_menders", "n_segments",
+)  # fmt: skip
 _ROLES: dict[str, Role] = {
     "out_ptr": "output", "offsets_ptr": "scratch", "slots_ptr": "scratch", "hubs_ptr": "scratch",
     "sound_ptr": "scratch",
@@ -93,17 +97,7 @@ SEGMENTS = (
                     m=(),
                     s=(),
                     silent=("let_next_begin", "n, n_lse, stride", "S = Segments", "turn = ", "b = which"),
-                    unused=(
-                        "block",
-                        "factor",
-                        "n",
-                        "n_inner",
-                        "n_groups",
-                        "n_bunches",
-                        "n_blocks",
-                        "n_menders",
-                        "n_segments",
-                    ),
+                    unused=_UNTOLD,
                 ),
                 "tell_parts": Told(
                     {"find the hub": "from_ = b.to", "tell": "slot_ptrs = "},
@@ -174,17 +168,7 @@ SEGMENTS = (
                         "hubs = tl.full",
                         "sound = tl.full",
                     ),
-                    unused=(
-                        "block",
-                        "factor",
-                        "n",
-                        "n_inner",
-                        "n_groups",
-                        "n_bunches",
-                        "n_blocks",
-                        "n_menders",
-                        "n_segments",
-                    ),
+                    unused=_UNTOLD,
                 ),
                 "write_parts": Told(
                     {"find the hub": "from_ = ", "put together": "m, s = heard", "write": "s = tl.where"},
