@@ -143,7 +143,7 @@ def render(parts: Sequence[Part], title: str) -> str:
     of_others: dict[str, list[Part]] = {}
     for each in parts:
         if each.difference:
-            of_others.setdefault(each.difference, []).append(each)
+            of_others.setdefault(str(each.run.environment.get("kernels") or ""), []).append(each)
     specs = {chart.name: charts.bare(chart.spec) for each in parts for group in each.groups for chart in group.charts}
     gpus = dict.fromkeys(each.gpu for each in parts)
     summaries = summary.summaries(runs)
