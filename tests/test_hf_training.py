@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import pickle
 import types
 
 import pytest
@@ -22,7 +23,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import fused_softmax
 from fused_softmax import hf
@@ -187,6 +188,57 @@ def test_compile(name):
     torch.testing.assert_close(found[0].logits[keep], wanted[0].logits[keep], rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(compiled(**given).loss, wanted[0].loss, rtol=1e-4, atol=1e-5)
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 0, 1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("more", "masked"),
+    [({}, False), ({"position_ids": PACKED}, True), ({"attention_mask": inputs()["attention_mask"]}, True)],
+    ids=["alone", "packed", "padded"],
+)
+@pytest.mark.parametrize("pickled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_compiled_code_makes_a_mask_only_where_a_row_may_be_more_than_one_sequence(more, masked, pickled):
+    torch.compiler.reset()  # what other tests have compiled of this code counts towards a limit
+    model, plain = pair("llama")
+    hf.apply(model)
+    model = pickle.loads(pickle.dumps(model)) if pickled else model
+    given, masks = inputs(padded=False) | {"attention_mask": None, "use_cache": False} | more, []
+
+    def graph(module, _):
+        found = [node.meta.get("example_value") for node in module.graph.nodes]
+        square = 2 * (hf_applied.LENGTH,)
+        masks.extend(each for each in found if isinstance(each, torch.Tensor) and each.ndim == 4
+                     and each.dtype == torch.bool and each.shape[2:] == square)  # fmt: skip
+        return module.forward
+
+    found = trained(torch.compile(model.train(), backend=graph, dynamic=False), given)
+    wanted = trained(plain.train(), given)
+    torch.testing.assert_close(found[0].loss, wanted[0].loss, rtol=1e-4, atol=1e-5)
+    assert bool(masks) == masked
+    for ours, theirs in zip(found[1].values(), wanted[1].values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+class RestartingForCausalLM(LlamaForCausalLM):
+    """A Llama whose rows have two sequences, by positions that it makes itself."""
+
+    def forward(self, input_ids=None, labels=None, use_cache=False):
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device) % 5
+        position_ids = position_ids.unsqueeze(0)
+        return super().forward(input_ids=input_ids, position_ids=position_ids, labels=labels, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_model_that_numbers_tokens_in_a_way_of_its_own_keeps_its_masks(compiles):
+    plain = made("llama")
+    plain.__class__ = RestartingForCausalLM
+    model = copy.deepcopy(plain)
+    hf.apply(model)
+    given = {name: inputs(padded=False)[name] for name in ("input_ids", "labels")}
+    run = torch.compile(model, backend="eager") if compiles else model
+    torch.testing.assert_close(run(**given).loss, plain(**given).loss, rtol=1e-5, atol=1e-6)
 
 
 class _OfTensors(torch.nn.Module):

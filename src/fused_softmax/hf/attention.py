@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 import fused_softmax.register.library  # noqa: F401  # for whoever compiles or exports a model
-from fused_softmax.hf.deferred import version_of
+from fused_softmax.hf.deferred import opened, version_of
 from fused_softmax.hf.needed import need_transformers
 from fused_softmax.ops.attention.attention import attention
 
@@ -69,6 +69,26 @@ def register() -> None:
     if not hasattr(chosen, NAME):
         PreTrainedModel.get_correct_attn_implementation = _choosing(chosen, PreTrainedModel)  # type: ignore[method-assign]
         PreTrainedModel.__setstate__ = _restoring(PreTrainedModel.__setstate__)  # type: ignore[method-assign]
+
+
+def spare_masks() -> None:
+    """Have transformers make no mask for rows of one sequence each in a forward pass of an applied model.
+
+    It looks for several sequences in the positions, and makes a mask of all queries and keys where it finds them.
+    Traced code cannot wait for what it finds, and would always make the mask.
+    """
+    from transformers import masking_utils
+
+    look = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if look is None or hasattr(look, NAME):
+        return
+
+    @wraps(look)
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        return None if opened.unpacked else look(position_ids)
+
+    setattr(find_packed_sequence_indices, NAME, True)
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
 def _choosing(choose: Callable[..., str], base: Any) -> Callable[..., str]:

@@ -84,13 +84,15 @@ def taken(module: nn.Module) -> None:
 class _Opened(threading.local):
     """Of this thread: the heads of the forward pass with labels that it is in, and whether one of them was called.
 
-    grad: whether that pass has gradients. A checkpoint turns them off within it.
+    grad: whether that pass has gradients. A checkpoint turns them off within it. unpacked: whether each row of its
+    batch is one sequence, so that transformers need not look for several.
     """
 
     def __init__(self) -> None:
         self.heads: tuple[nn.Module, ...] = ()
         self.deferred = False
         self.grad = False
+        self.unpacked = False
 
 
 opened = _Opened()

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 import sys
 import weakref
 from collections import Counter
@@ -36,6 +37,12 @@ PARTS = ("loss", "attention", "routers")
 _WIDEST_HEAD = 256
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "dropout_rate")
 _WIDTHS = ("head_dim", "global_head_dim", "v_head_dim", "qk_head_dim", "d_kv")
+# What a model may be given that says nothing of positions.
+_OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "num_items_in_batch", "return_dict", "logits_to_keep"}
+_POSITIONS = re.compile(r"^ *position_ids = (.*)$", re.MULTILINE)
+_NUMBERED = re.compile(
+    r"torch\.arange\(\w+\.shape\[1\], device=\w+\.device\) \+ past_seen_tokens|position_ids\.unsqueeze\(0\)"
+)
 _SOFTCAPS = ("attn_logit_softcapping", "attention_logit_cap")
 
 
@@ -71,16 +78,20 @@ class Model(Mixin, nn.Module):
     """A model whose head makes no logits in a forward pass with labels.
 
     has_head: whether that is so. balances: whether its routers are route's, and so the loss that balances experts.
+    numbers: whether it numbers the tokens of a row by itself, from first to last, where nobody gives positions.
     """
 
     has_head: bool
     balances: bool
+    numbers: bool
 
     def __setstate__(self, state: Any) -> None:  # of a copy, or of what was pickled, maybe in another process
         super().__setstate__(state)
         register_outputs(type(self))
         if self.balances:
             _balance(self)
+        if self.numbers:
+            attentions.spare_masks()
         for config, models in _parts(self):
             if config._attn_implementation == attentions.NAME:
                 attentions.register()
@@ -105,15 +116,17 @@ class Model(Mixin, nn.Module):
                     heads = ()
                     say("all logits are made, as without apply(), because FSDP1 shards the head in a unit of its own")
             serves = 1 if self.balances else 0
-            outer = opened.heads, opened.deferred, opened.grad
+            outer = opened.heads, opened.deferred, opened.grad, opened.unpacked
             opened.heads, opened.deferred, opened.grad = heads, False, torch.is_grad_enabled()
+            of_tokens = (each is None or each is False or name in _OF_TOKENS for name, each in given.items())
+            opened.unpacked = self.numbers and run is plain and all(of_tokens)
             routers.serving.depth += serves
             try:
                 output = run(self, *args, **kwargs)
                 deferred = opened.deferred
             finally:
                 routers.serving.depth -= serves
-                opened.heads, opened.deferred, opened.grad = outer
+                opened.heads, opened.deferred, opened.grad, opened.unpacked = outer
             if heads and not deferred:
                 say(
                     f"all logits are made, as without apply(), because {type(self).__name__}.forward does not call its "
@@ -125,7 +138,7 @@ class Model(Mixin, nn.Module):
         # accelerate's unwrap_model() goes by __wrapped__ to the innermost function, and leaves that with the model.
         del forward.__wrapped__
         forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
-        return {"forward": forward, "has_head": False, "balances": False}
+        return {"forward": forward, "has_head": False, "balances": False, "numbers": False}
 
 
 def apply(
@@ -205,7 +218,7 @@ def _commit(
 ) -> Callable[[], None]:
     """Change the model, which nothing refuses now, and return what gives it back."""
     register_outputs(type(target))
-    balances = bool(of_routers)
+    balances, numbers = bool(of_routers), _numbers(target)
     mixed = [*((each, Head) for each in heads), *((each, routers.Router) for each in of_routers)]
     if mixed or configs:
         mixed.append((target, Model))
@@ -213,6 +226,9 @@ def _commit(
         put(module, mixin)
     if heads:
         target.has_head = True
+    if numbers:
+        target.numbers = True
+        attentions.spare_masks()
     if balances:
         target.balances = True
         unbalance = _balance(target)
@@ -234,7 +250,7 @@ def _commit(
                 )
         for module in found:
             taken(module)
-            for name in ("has_head", "balances", "chunks"):
+            for name in ("has_head", "balances", "numbers", "chunks"):
                 module.__dict__.pop(name, None)
         if balances:
             unbalance()
@@ -273,6 +289,18 @@ def _own_configs(model: nn.Module, target: nn.Module) -> Callable[[], None]:
                     holder[name] = config
 
     return share
+
+
+def _numbers(target: Any) -> bool:
+    """Whether a model's own code gives the tokens of a row the positions 0, 1, 2, ..., and no others."""
+    from transformers import PreTrainedModel
+
+    kinds = {type(each) for each in target.modules() if isinstance(each, PreTrainedModel)}
+    try:
+        found = [each for kind in kinds for each in _POSITIONS.findall(inspect.getsource(kind))]
+    except (OSError, TypeError):
+        return False
+    return bool(found) and all(map(_NUMBERED.fullmatch, found))
 
 
 def _balance(target: Any) -> Callable[[], Any]:
