@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import interpreter
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +90,8 @@ def _serve(most: int, rank: int, directory: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     assert fused_softmax.softmax  # imports all of the package, before a test changes what the import looks at
     interprets = route.INTERPRET
+    if interprets:
+        interpreter.as_a_gpu()
     store, waits = dist.FileStore(str(directory / "store"), most), timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=most, timeout=waits)
     groups = {n: dist.new_group(list(range(n)), timeout=waits) for n in range(1, most + 1)}
