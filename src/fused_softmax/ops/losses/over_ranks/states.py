@@ -148,7 +148,7 @@ def _by_kernels(shard: Shard) -> States:
     weighted = total = expected = best_at = None
     if loss.smooth:
         of_all = lse.new_full((), x.shape[1]) if loss.weight is None else loss.weight.sum()
-        # The target's own part is 0 times its logit; which, where that is -inf, hides what the others give.
+        # Its target is class 0, with the factor 0, and 0 times an infinite logit is NaN. The sum is then that logit.
         first = _scaled(x[:, 0], loss) * (1.0 if loss.weight is None else loss.weight[0])
         weighted = torch.where(first.isinf(), first, of_all * lse - x.shape[1] * rows.loss)
         total = of_all.expand(len(x))
