@@ -49,8 +49,7 @@ def draw_first(
 def _first_arrivals(
     x: Tensor, weights: Tensor, kept: Tensor, possible: Tensor, seed: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(the first kept arrival, the greatest that was judged and rejected, whether one is kept, whether all were
-    judged).
+    """(the first kept arrival, the greatest judged and rejected one, whether one is kept, whether all were judged).
 
     Each is [n].
     """

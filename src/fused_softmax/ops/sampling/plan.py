@@ -13,8 +13,8 @@ DRAW_STRETCHES, DRAW_PROGRAMS = 4, 8
 # Lanes of 32 logits held by the program that judges filters, and its warps: 8 rows 13.5 us, by 4 warps 13.2;
 # 256 rows 20.4 and 18.9, bf16 21.7 and 20.1.
 DRAW_CAPACITY, KEPT_WARPS = 64, 8
-# If min-p alone, or nothing, judges: stretches whose lanes a program looks through, of few rows and of many; programs of
-# a multiprocessor above which each looks through more; and its warps.
+# If min-p alone, or nothing, judges: stretches whose lanes a program looks through, of few rows and of many; programs
+# of a multiprocessor above which each looks through more; and its warps.
 ABOVE_STRETCHES, ABOVE_PROGRAMS, ABOVE_WARPS = (4, 32), 4, 4
 PROPOSE_STRETCHES = 128  # for each warp of the program that finds a row's first arrivals; it has 8 warps at most
 DECIDE_WARPS, DECIDE_PROGRAMS = 4, 16  # of the programs that judge these, and programs of a multiprocessor
