@@ -42,7 +42,7 @@ class RouteOutput(NamedTuple):
 
     weights: Tensor
     indices: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     counts: Tensor | Any = None
     prob_sums: Tensor | Any = None
     aux_loss: Tensor | Any = None

@@ -64,7 +64,7 @@ class SampleOutput(NamedTuple):
 
     tokens: Tensor
     valid: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     logprobs: Tensor | Any = None
     top_logprobs: Tensor | Any = None
     top_tokens: Tensor | Any = None

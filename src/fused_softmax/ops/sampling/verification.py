@@ -50,7 +50,7 @@ class SpeculativeOutput(NamedTuple):
     tokens: Tensor
     n_accepted: Tensor
     valid: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     logprobs: Tensor | Any = None
     nodes: Tensor | Any = None
 
