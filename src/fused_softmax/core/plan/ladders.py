@@ -92,7 +92,7 @@ SHIFTED_SPLIT_PARTS = {  # the first part has the edges too, and a long part hid
     (2, 4): Ladder((UNBOUNDED, 4096, 4), note="fp32 100003 0.95, with parts of 8192 0.90"),
 }
 # For few rows: (columns of a part up to, warps, programs a multiprocessor at most, parts of a row at most). The first
-# rung holds that does not give more parts.
+# rung that keeps these bounds holds.
 FEW_ROWS_PARTS = Ladder(
     (1024, 1, 8, 256), (2048, 4, 8, 256), (4096, 4, 8, 256), (8192, 4, 8, 256),
     note="1 x 32768 2.5 us, 1 x 1 Mi fp32 6.0 us, 132 x 32768 11.3 us",
@@ -172,7 +172,7 @@ COLUMN_FEW_PIECES, COLUMN_FEW, COLUMN_FEW_BYTES = 20, {1: 8, 2: 16}, 256
 # logsumexp of few columns reads them one at a time: columns at most, and how many are requested at once if that is all
 # of them. 8 x 21 x 262144 bf16 28.6 us (by tiles of 8 columns 98), 4 x 150 x 262144 80 (103).
 COLUMN_FEW_READ, COLUMN_FEW_READ_PIECES = 256, 24
-# Contiguous bytes, a sector of DRAM, if programs would be fewer than multiprocessors, or too many to share columns:
+# Contiguous bytes, a sector of DRAM, if programs would be fewer than multiprocessors, or more than may share columns:
 # 16 x 1000 x 64 bf16 4.95 us (8.7), 1 x 100000 x 32 10.2 us (in 98 parts 15.1).
 COLUMN_SCARCE_BYTES = 32
 COLUMN_ODD_BYTES = 64  # where 2-byte elements are read one by one: 256 x 1024 x 77 44.5 us (65.2)

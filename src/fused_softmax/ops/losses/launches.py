@@ -26,7 +26,7 @@ from fused_softmax.core.runner import overlaps, prepare, spec_of
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.options import LOSS_NUMBERS, READ_NUMBERS, Loss, read_numbers
 
-WHOLE = (32, 256, 1024)  # rows up to which one launch writes the whole loss: each of its programs counts all targets
+WHOLE = (32, 256, 1024)  # rows up to which one launch writes the whole loss, and each program counts as many targets
 
 
 class LossRows(NamedTuple):
