@@ -14,7 +14,7 @@ from triton.runtime.cache import FileCacheManager
 
 
 class Beside(FileCacheManager):
-    """Takes a kernel's files from beside the note that names them. If one is missing, the kernel is not there."""
+    """Takes the files of a kernel from beside the note that names them. If one is missing, the kernel is not there."""
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         try:

@@ -1,13 +1,13 @@
 """The cache of prepared calls: `find` looks one up, `keep` stores one, and `kept` does both.
 
 A call is kept as a function of its tensors and numbers, which allocates the result and launches: it flattens nothing,
-plans nothing and prepares nothing. Beside it stands what makes the same call for another number of rows, so that a
+plans nothing and prepares nothing. With it is kept what makes the same call for another number of rows, so that a
 server's next batch size costs little more.
 
-A call is found by its operator, its options and its input's shape. Then a guard compares all else that it depends on:
-strides, dtypes, devices, whether a gradient is wanted, and the modes that change what a call means (autocast,
-inference, functorch's transforms). The cache holds no tensor and no address. A number that changes from call to call is
-no part of it. Where anything watches or transforms a call, nothing is found.
+A call is found by its operator, its options and its input's shape. Then a guard compares everything else that it
+depends on: strides, dtypes, devices, whether a gradient is wanted, and the modes that change what a call means
+(autocast, inference, functorch's transforms). The cache holds no tensor and no address. Numbers that change from call
+to call are no part of it. If anything watches or transforms a call, nothing is found.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from fused_softmax.core.launched import Call, Launched
 from fused_softmax.core.native import build
 from fused_softmax.core.route import function_mode
 
-MOST_CALLS = 4096  # shapes of which calls are kept
+MOST_CALLS = 4096  # shapes for which calls are kept
 _MOST_ALIKE = 8  # calls of one shape: other strides, dtypes, alignments
 
 _kept: dict[tuple, list[tuple]] = {}
-_came: set[int] = set()  # hashes of the keys of calls that were made from others
+_came: set[int] = set()  # hashes of keys, of calls that were made from others
 _lock = Lock()
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -58,14 +58,14 @@ def find(name: str, options: Any, input: Tensor, *others: Any) -> Call | None:
 
 
 def _look_further(name, options, input, others):
-    """The call that `_look` does not see: under a default device, or one to be made of another's."""
+    """A call that `_look` does not see: one under a default device, or one made from a call of another size."""
     if forward_ad._current_level >= 0:
         return None
     if not _function_modes():
         return _of_other_size(name, options, input, others)
     if function_mode() is not None:
         return None
-    with _no_torch_functions():  # each attribute of a tensor would go through the mode
+    with _no_torch_functions():  # or each attribute of a tensor would go through the mode
         call = find(name, options, input, *others)
     return call and _unseen(call)
 
@@ -101,7 +101,7 @@ def _is_watched() -> bool:
 
 @cache
 def _look_in_c() -> Callable[..., Call | None]:
-    """As `_look_in_python`, by lookup.c; `_look_in_python` itself where that cannot be built."""
+    """`_look_in_python` by lookup.c; `_look_in_python` itself if that cannot be built."""
     native = build("lookup")
     return _look_in_python if native is None else native.Lookup(_kept, forward_ad, _function_modes, Tensor)
 
@@ -109,7 +109,7 @@ def _look_in_c() -> Callable[..., Call | None]:
 def _sorted(input, others):
     """(the tensors, each once; what the key has in the place of each of the others).
 
-    That is None or the string itself, Tensor for a tensor, and for one that came before the index of that.
+    The key has None or a string as it is, the type Tensor for a tensor, and for a tensor that came before, its index.
     """
     tensors: list[Tensor] = [input]
     kinds: list[Any] = []
@@ -126,9 +126,10 @@ def _sorted(input, others):
 
 
 def _of_other_size(name, options, input, others):
-    """The call made from one that differs in the leading size alone; None where there is no such call.
+    """The call made from one that differs only in the leading size; None if there is no such call.
 
-    It is kept when it comes a second time: the garbage collector would have to pass calls that never come again.
+    It is kept when it comes a second time. Otherwise the garbage collector would have to pass calls that never come
+    again.
     """
     try:
         shape = input.shape
@@ -139,7 +140,7 @@ def _of_other_size(name, options, input, others):
             n = shape[0]
             if n < 2 or not check(*tensors) or places != _places(tensors):
                 continue
-            alone = led == (0,)  # the key has the input's shape, so that this guard does for the new number too
+            alone = led == (0,)  # the key has the input's shape, so that this guard serves for the new number too
             if not alone and not all(tensors[i].shape[0] == n for i in led):
                 continue
             call = launched.for_rows(n, of)
@@ -162,7 +163,7 @@ def keep(launched: Launched, name: str, options: Any, input: Tensor, *others: An
     call = launched.__call__
     if _is_compiling() or forward_ad._current_level >= 0 or function_mode() is not None:
         return call
-    if input.is_cuda:  # where a launch takes a few microseconds, and its look-up should not
+    if input.is_cuda:  # a launch takes a few microseconds, and its look-up should not
         _look = _look_in_c()
     tensors, kinds = _sorted(input, others)
     try:
@@ -196,19 +197,19 @@ def _places(tensors) -> tuple[int, ...]:
 
 
 def _has_rows(input: Tensor, by_row: bool) -> bool:
-    """Whether a call has a leading size of its own. A class weight could be taken for values of as many rows."""
+    """Whether a call has a leading size of its own. Otherwise a class weight could pass for one value a row."""
     n, *others = input.shape or (0,)
     return n > 1 and bool(others) and not (by_row and n in others)
 
 
 def _is_led(tensor: Tensor, input: Tensor, by_row: bool) -> bool:
-    """Whether a tensor's leading size is the input's: of as many dims, or one value a row, which has one dim less."""
+    """Whether a tensor's leading size is the input's: it has as many dims, or one dim less and one value a row."""
     values = by_row and tensor.ndim == input.ndim - 1
     return (tensor.ndim == input.ndim or values) and tensor.shape[:1] == input.shape[:1]
 
 
 def _guard(tensors, led: tuple[int, ...] = ()) -> Callable[..., bool]:
-    """Whether tensors are like these, and the modes as they are now. led: those whose leading size may be any."""
+    """Whether tensors are like these, and modes as they are now. led: the tensors that may have any leading size."""
     sizes = [[None if i in led and d == 0 else n for d, n in enumerate(t.shape)] for i, t in enumerate(tensors)]
     strides = [list(tensor.stride()) for tensor in tensors]
     if _TensorGuards is None:

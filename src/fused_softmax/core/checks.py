@@ -48,7 +48,10 @@ def _check_out(name: str, input: Tensor, result_dtype: torch.dtype, out: Tensor)
 
 
 def sized(out: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """out in the shape of the result, as torch resizes it. A compiler traces no resizing, so none is asked in vain."""
+    """out in the shape of the result, resized as torch resizes it.
+
+    A compiler traces no resizing, so none is requested in vain.
+    """
     return out if out.shape == shape else out.resize_(shape)
 
 
@@ -66,9 +69,9 @@ def is_causal_bias(mask: Any) -> bool:
 
 
 def dense_mask(name: str, argument: str, mask: Any, device: torch.device) -> Any:
-    """A mask whose elements lie in its memory: of CausalBias, whose memory holds nothing, the bool one it stands for.
+    """A mask whose elements lie in its memory. A CausalBias becomes the bool mask that it stands for.
 
-    Other tensors that are made when they are asked for are refused.
+    Other tensors that are made only when they are asked for are refused.
     """
     if mask is None or type(mask) is Tensor:
         return mask
@@ -88,7 +91,7 @@ def arithmetic_of(x: Tensor) -> torch.dtype:
 
 
 def arithmetic_in(dtype: torch.dtype) -> torch.dtype:
-    """In which results of a dtype are computed."""
+    """The dtype in which results of a dtype are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

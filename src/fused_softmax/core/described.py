@@ -1,4 +1,4 @@
-"""How messages name what they are of: a tensor by its shape, dtype and device, for its values may be many."""
+"""How messages name things: a tensor by its shape, dtype and device, because it may have many values."""
 
 import reprlib
 from typing import Any

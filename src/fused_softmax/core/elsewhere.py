@@ -30,7 +30,7 @@ def like(
 
 
 def shapes_of(make: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """The tensors that a function makes on the CPU, without their memory: what it makes has no data."""
+    """The tensors that a function makes on the CPU, but without memory, so that they have no data."""
     with _fakes():
         made = make()
     return [like(each.shape, each.stride(), each.dtype, offset=int(each.storage_offset())) for each in made]
@@ -38,15 +38,16 @@ def shapes_of(make: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
 
 @cache
 def _fakes() -> FakeTensorMode:
-    """One mode for all calls, because a maker of tensors may keep some of them for its next call."""
+    """One mode for all calls, because a function that makes tensors may keep some of them for its next call."""
     return FakeTensorMode()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A launch that the host path asked for: what `core.launch.prepare` was given.
+    """A launch that the host path requested: the arguments of `core.launch.prepare`.
 
-    public: whether Triton's own `kernel[grid](...)` was given it instead."""
+    public: whether they are arguments of Triton's own `kernel[grid](...)` instead.
+    """
 
     kernel: Any
     grid: Any
@@ -72,7 +73,7 @@ class _Nothing:
 def stand_in_for(device: Device, found: list[Job] | None = None) -> None:
     """From now on tensors without memory pass for tensors on `device`, as number 0, and nothing watches a call.
 
-    found: the list that launches are appended to, instead of being made.
+    found: the list to which launches are appended, instead of being made.
     """
 
     def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), plan=None, **options) -> Any:
@@ -136,7 +137,7 @@ def _is_cuda(tensor: Tensor) -> bool:
 
 
 def run(call: Callable[[], Any]) -> None:
-    """A call, and the backward pass of its first tensor: what stands beside a result may refuse one."""
+    """A call, and the backward pass of its first tensor alone: the results beside it may refuse one."""
     first = next(_tensors(call()), None)
     if first is not None and first.requires_grad:
         torch.autograd.backward(first, like(first.shape, first.stride(), first.dtype))

@@ -29,7 +29,7 @@ from fused_softmax.core.cached import wherever_it_lies
 from fused_softmax.core.native import begin, build
 from fused_softmax.core.progress import compiling
 
-_GPUS = "/dev/nvidiactl", "/dev/kfd"  # of which a driver makes one where a GPU is; to ask a driver would start it
+_GPUS = "/dev/nvidiactl", "/dev/kfd"  # a driver makes one where a GPU is; asking the driver would start it
 # Triton names kernels by a hash of its own files too, which takes 0.4 s and is kept: it is made while the rest of this
 # package is imported. The thread imports nothing, so that a process may fork meanwhile.
 _hash = Thread(target=triton_key, daemon=True)
@@ -41,8 +41,8 @@ _KINDS = {"fp32": "f", **dict.fromkeys(("i1", "i8", "i16", "i32", "i64", "u1", "
 
 _BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 
-MOST_SPILLED = 32  # bytes of a thread, which cost less than a resident program does
-_LEAST = 2.0**-149  # of 32 bits, above 0, which is another thing than its neighbours
+MOST_SPILLED = 32  # bytes of a thread: to spill so few costs less than a resident program
+_LEAST = 2.0**-149  # of 32 bits, above 0: no number may become 0 by rounding
 
 _loaded: dict[tuple, Any] = {}  # what was compiled and loaded, by all that Triton specialises on
 _loading = Lock()
@@ -58,16 +58,16 @@ def prepare(
 
     The kernel's parameters are, in order: the `tensors`, the `scalars` (ints, floats or tuples of ints), the
     `constexprs` (by name).
-    Tensors and scalars that a launch does without are None. bool and fp8 tensors are bytes to a kernel. A tensor may
-    be Triton's TensorDescriptor, of which each launch takes another base, of the same shape and strides.
+    Tensors and scalars that a launch does without are None. bool and fp8 tensors are bytes to a kernel. A tensor may be
+    Triton's TensorDescriptor; each launch then takes another base, of the same shape and strides.
     Scalars, constexprs and grid (an int, or up to three) stay with the Launch. Every launch takes the non-None tensors
     again, of the same dtypes and with the same 16-byte alignment, and then the scalars whose indices are in `numbers`,
-    of the same types; a float that 32 bits would round to 0 becomes its nearest neighbour.
+    of the same types. A float that 32 bits would round to 0 becomes its nearest neighbour.
     `device` is `tensor.get_device()`: an index, or -1 for CPU tensors under the interpreter. `options` are Triton's:
-    `num_warps`, `num_ctas`, `maxnreg` and the like; `most_registers` is a `maxnreg` that is dropped where more than
+    `num_warps`, `num_ctas`, `maxnreg` and the like. `most_registers` is a `maxnreg` that is dropped if more than
     MOST_SPILLED bytes spill by it. `registers_of` are other constexprs: the kernel may take as many registers as it
-    takes with those, even if values then spill in what they leave out. `plan` is the record that all this follows
-    from, for `explain()`, which listens here.
+    takes with those, even if values then spill. `plan` is the record that all this follows from, for `explain()`, which
+    listens here.
 
         launch = prepare(_forward, n_rows, (x, y), (x.stride(0), n_cols), {"BLOCK_COLS": 1024}, device=0, num_warps=4)
         launch(x, y)
@@ -89,7 +89,7 @@ def prepare(
         if capped.resources is None or 4 * capped.resources.n_spills <= MOST_SPILLED:
             return capped
     tensors = [_as_bytes(each) if getattr(each, "dtype", None) in _BYTES else each for each in tensors]
-    options["enable_fp_fusion"] = True  # Triton's default until 3.9, and off from then on: say it, so results stay
+    options["enable_fp_fusion"] = True  # Triton's default until 3.9, off from then on: set, so results stay
     key = key_of(kernel, device, tensors, scalars, constexprs, options)
     loaded = None if _only_compiles.get() else _loaded.get(key)
     if loaded is None:
@@ -133,7 +133,7 @@ def _compiling_ahead() -> Iterator[None]:
     contexts = [copy_context() for _ in functions]
     _only_compiles.reset(token)
     with ThreadPoolExecutor(len(functions)) as pool:
-        with suppress(RuntimeError):  # at the end of the interpreter no thread starts
+        with suppress(RuntimeError):  # when the interpreter ends, no thread starts
             for context, each in zip(contexts, functions, strict=True):
                 pool.submit(context.run, each)
         yield
@@ -153,7 +153,7 @@ def key_of(kernel, device, tensors, scalars, constexprs, options) -> tuple:
 
 
 def granted(n_regs: int) -> int:
-    """Registers that a thread has that asks for n_regs: they are granted by eight."""
+    """Registers that a thread gets that asks for n_regs: they are granted in eights."""
     return -(-n_regs // 8) * 8
 
 
@@ -322,7 +322,7 @@ def _version() -> str:
 
 @contextmanager
 def _launchers_later() -> Iterator[None]:
-    """Lets Triton 3.6 compile the C of a kernel's launcher when that is first called, which the direct way never does.
+    """Lets Triton 3.6 compile the C of a kernel's launcher when that is first called. The direct way never calls it.
 
     It takes gcc a quarter of a second a kernel.
     """
@@ -382,7 +382,7 @@ def _direct(kernel, compiled, device) -> _Direct | None:
 
 
 class _Map:
-    """A TensorDescriptor less its base."""
+    """A TensorDescriptor without its base."""
 
     def __init__(self, descriptor):
         self._kind, self._block, self._layout = type(descriptor), descriptor.block_shape, descriptor.layout
@@ -419,7 +419,7 @@ def _kind_of(tensor):
 
 
 def _leaves(values):
-    """Values with each tuple's elements in its place, as they are among a kernel's arguments."""
+    """Values, with the elements of each tuple in its place, as they stand among the arguments of a kernel."""
     return [leaf for value in values for leaf in (value if isinstance(value, tuple) else (value,))]
 
 
@@ -431,7 +431,7 @@ def _as_bytes(tensor):
 
 @cache
 def _unspecialised(kernel) -> frozenset[str]:
-    """The parameters that Triton compiles nothing in of, but their width."""
+    """The parameters of which Triton compiles in nothing but their width."""
     params = getattr(kernel, "params", ())
     return frozenset(param.name for param in params if param.do_not_specialize)
 
@@ -453,7 +453,10 @@ def _kinds(scalars, names, fixed):
 
 
 def _kind(scalar, fixed=False):
-    """All of a scalar that Triton may compile in: its type, and of an int its width; unless fixed, 1 and 16 too."""
+    """All of a scalar that Triton may compile in: its type, and the width of an int.
+
+    Unless the int is fixed, also whether it is 1, and whether 16 divides it.
+    """
     if type(scalar) is tuple:  # whose elements no parameter fixes
         return tuple(_kind(each) for each in scalar)
     if type(scalar) is not int:

@@ -1,4 +1,4 @@
-"""What a prepared call is, and how calls are made of others."""
+"""What a prepared call is, and how calls are composed of others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ Call = Callable[..., Any]
 
 
 def for_its_own_number(n: int, of: int) -> None:
-    """`for_rows` of a call that is for its own number of rows alone."""
+    """The `for_rows` of a call that is only for its own number of rows."""
 
 
 class Launched:
@@ -15,10 +15,10 @@ class Launched:
 
     It allocates and launches, and decides nothing. It holds no tensor of any call.
 
-    for_rows: (n, of) -> the function of the same call for tensors of which n leading rows stand where it had `of`; None
-        where that takes another plan or another kernel.
+    for_rows: (n, of) -> the function of the same call, for tensors that have n leading rows where it had `of`; None if
+        that takes another plan or another kernel.
     like: allocates a result as this call does, so that a call which takes such a result can be prepared.
-    by_row: whether its tensors of one dim less than the input hold one value a row.
+    by_row: whether its tensors that have one dim less than the input hold one value a row.
     """
 
     # Functions in the slots are called with no Python method in between.
@@ -46,9 +46,9 @@ def compose(
     like: Callable[[], Any] | None = None,
     by_row: bool = False,
 ) -> Launched:
-    """The call `build(n, *functions of the parts)`, in which None stands for a part that it does without.
+    """The call `build(n, *functions of the parts)`. None stands for a part that it does without.
 
-    n: how many leading rows the call has. It can then be made for another number of them, if all of its parts can.
+    n: how many leading rows the call has. It can be made for another number of them if all of its parts can.
     """
 
     def for_rows(m: int, of: int) -> Call | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_softmax.core.plan import Alignment
 
 Order = tuple[tuple[int, ...], tuple[int, ...]]
-_MOST_NESTED = 2**31  # rows, or outer indices, that kernels number over several dims: in 32 bits
+_MOST_NESTED = 2**31  # rows, or outer indices, up to which kernels number them over several dims, in 32 bits
 
 
 def last(x: Tensor, dim: int) -> Tensor:
@@ -24,10 +24,10 @@ def last(x: Tensor, dim: int) -> Tensor:
 
 
 def as_rows(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
-    """(`rows_of` tensors of one shape, which of them it was a copy of): as few are copied as can be.
+    """(`rows_of` tensors of one shape, which of them are copies): as few are copied as can be.
 
-    Copied are tensors whose last dim is not contiguous, and those whose rows take more than three strides, or are 2**31
-    and take two.
+    Copied are tensors whose last dim is not contiguous, those whose rows take more than three strides, and those with
+    2**31 rows that take two.
     """
     for copies in sorted(itertools.product((False, True), repeat=len(tensors)), key=sum):
         rows = rows_of(*(x.contiguous() if copy else x for x, copy in zip(tensors, copies, strict=True)))
@@ -37,9 +37,9 @@ def as_rows(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
 
 
 def rows_of(*tensors: Tensor) -> tuple[Tensor, ...] | None:
-    """Tensors of one shape as views that number their rows alike, the columns contiguous; None where none do.
+    """Tensors of one shape as views that number their rows alike, with contiguous columns; None if they have none.
 
-    [n_rows, n_cols] where each has one row stride, or else [n_0, n_1, n_2, n_cols].
+    [n_rows, n_cols] if each has one row stride, else [n_0, n_1, n_2, n_cols].
     """
     rows = tuple(each for each in map(flatten, tensors) if each is not None)
     if len(rows) == len(tensors):
@@ -93,12 +93,12 @@ def rows_to_write(x: Tensor) -> Tensor:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory from a's first element to its last meets b's, whatever storages they say that they have."""
+    """Whether the memory from a's first element to its last meets b's, whatever storages they belong to."""
     return overlap_like(a, b)(a, b)
 
 
 def overlap_like(out: Tensor, *read: Any) -> Callable[..., bool]:
-    """What tells of a kept call's tensors, which lie like these, whether `out` overlaps one that is read.
+    """A function that says, for tensors of a kept call, which lie like these, whether `out` overlaps one that is read.
 
     read: what is no tensor does not count. Addresses differ from call to call, so this is asked at every call.
     """
@@ -122,7 +122,7 @@ def bytes_of(x: Tensor) -> int:
 
 
 def alignment_of(x: Tensor, *others: Tensor) -> Alignment:
-    """How the rows of all these tensors lie against 16-byte boundaries, counted in elements of x as it is held."""
+    """How the rows of all these tensors lie against 16-byte boundaries, in elements of x as kernels hold it."""
     vector = 16 // held_bytes(x)
     places = set()
     for t in (x, *others):
@@ -145,8 +145,8 @@ def alignment_alone(x: Tensor, *others: Tensor) -> Alignment:
 def rows_alone(x: Tensor, *beside: torch.dtype) -> Tensor:
     """x [..., n_cols] as rows [n_rows, n_cols] that are read alike in any batch, at any place in it; a copy if need be.
 
-    Rows start on 16 bytes where their columns allow it, in x's dtype and in those of the tensors beside it. One row
-    alone has n_cols for its stride: Triton must see the same in it as in that of several.
+    Rows start on 16 bytes if their columns allow it, in x's dtype and in those of the tensors beside it. A single row
+    has n_cols for its stride, so that Triton sees the same in it as in several.
     """
     rows, n_cols = flatten(x), x.shape[-1] if x.ndim else 1
     if rows is not None:
@@ -160,16 +160,16 @@ def rows_alone(x: Tensor, *beside: torch.dtype) -> Tensor:
 
 
 def held_bytes(x: Tensor) -> int:
-    """Of an element as kernels hold it: fp8 becomes fp16."""
+    """Bytes of an element as kernels hold it: fp8 becomes fp16."""
     return max(2, x.element_size())
 
 
 def columns_of(dim: int, x: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
     """Tensors as views [n_outer, n_cols, n_inner] that number alike, `dim` in the middle and n_inner contiguous.
 
-    Or [n_0, n_1, n_2, n_cols, n_inner] where not each has one stride for n_outer; None where x has a single column, no
-    inner positions are contiguous in all, or the outer indices take more than three strides. Tensors are of one shape,
-    but for the size of `dim`. Indices are in the order in which the last tensor lies.
+    Or as [n_0, n_1, n_2, n_cols, n_inner], if some have no single stride for n_outer. None if x has a single column, if
+    no inner positions are contiguous in all tensors, or if the outer indices take more than three strides. Tensors are
+    of one shape, but for the size of `dim`. Indices are in the order in which the last tensor lies.
     """
     tensors = x, *others
     outer, inner = column_dims(dim, x, *others)
@@ -202,9 +202,9 @@ def column_dims(dim: int, x: Tensor, *others: Tensor) -> Order:
 
 
 def _nested(sizes: Sequence[int], strides: Sequence[Sequence[int]]):
-    """(three sizes, three strides of each tensor) that number dims of such strides, or None where three do not.
+    """(three sizes, three strides of each tensor) that number dims of such strides; None if three are too few.
 
-    The first counts the leading dim, and no other does: in a call for another leading size they stay.
+    The leading dim counts in the first size alone, so that the other numbers stay in a call for another leading size.
     """
     merged, of_each = coalesced(sizes, strides)
     if len(merged) > 3 or math.prod(merged) >= _MOST_NESTED:
@@ -214,7 +214,7 @@ def _nested(sizes: Sequence[int], strides: Sequence[Sequence[int]]):
 
 
 def coalesced(sizes, strides):
-    """Dims of size 1 dropped and neighbours merged wherever every tensor steps through both as through one."""
+    """Dims, without those of size 1, and with neighbours merged if every tensor steps through both as through one."""
     merged: list[tuple[int, ...]] = []  # (size, stride of each tensor), outermost first
     for i, size in enumerate(sizes):
         if size == 1:

@@ -1,6 +1,6 @@
-"""What a backward pass cannot have is an error that says so: of statistics, and of tensors that were changed since.
+"""A backward pass that cannot be is an error that says so: one through statistics, or through tensors changed since.
 
-A statistic takes part in autograd, so that a backward pass that comes to it raises; it is read as any tensor.
+A statistic takes part in autograd, so that a backward pass that comes to it raises. It is read as any tensor.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def refuse(name: str, statistics: Sequence[str], gradients: Sequence[Tensor | No
 
 
 def refusing(name: str, statistics: Sequence[str], values: Sequence[Tensor], beside: Tensor, have: str) -> list[Tensor]:
-    """Statistics by torch's operations or an operator, through which no backward pass comes: those of float dtypes.
+    """Statistics by torch's operations or an operator, of which those of float dtypes raise in a backward pass.
 
     beside: a result with a gradient, by which autograd finds its way from a statistic to the inputs.
     """
@@ -67,9 +67,9 @@ class _NoGradient(torch.autograd.Function):
 
 
 def saved_of(ctx: Any, name: str) -> tuple[Any, ...]:
-    """ctx.saved_tensors as kernels read them, or RuntimeError that names the loss where one was changed since.
+    """ctx.saved_tensors as kernels read them. RuntimeError that names the loss if one was changed since.
 
-    torch's own losses keep the logarithm of a softmax, so there the logits may be changed.
+    torch's own losses keep the logarithm of a softmax, so with them the logits may be changed.
     """
     try:
         saved = ctx.saved_tensors

@@ -1,8 +1,8 @@
 """Statistics in compiled code as registered operators: a backward pass that comes to one raises when it runs.
 
-A compiler traces the backward pass of all that it returns, and hands zeros to what nobody differentiates. So only what
-comes back tells a statistic that is read from one that is differentiated: anything but 0 is an error. On a GPU it is an
-assertion on the device, for the host does not wait.
+A compiler traces the backward pass of all that it returns, and hands zeros to what nobody differentiates. So only the
+gradient that comes back tells whether a statistic is differentiated or only read: anything but 0 is an error. On a GPU
+it is an assertion on the device, because the host does not wait.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """An operator's options as the fields of a dataclass, each declared once: its name, type, default and check.
 
-All that lists options follows from them: checks, and the schema and the arguments of the registered operator.
+Whatever lists options follows from them: the checks, and the schema and the arguments of the registered operator.
 """
 
 import os
@@ -28,7 +28,7 @@ def is_bool(name: str, argument: str, value: Any) -> None:
 
 
 def refuse_batch_invariant(name: str, why: str) -> NoReturn:
-    """NotImplementedError for a call that would have given a row other bits in another batch."""
+    """NotImplementedError for a call that would give a row other bits in another batch."""
     raise NotImplementedError(
         f"{name}: batch_invariant is not for this call, since {why}; batch_invariant=False stands against it, and "
         f"against {BATCH_INVARIANT}=1 in the environment"
@@ -37,15 +37,16 @@ def refuse_batch_invariant(name: str, why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Option:
-    """What an option is beside its name and default, which are the field's.
+    """What an option is besides its name and default, which are the field's.
 
     type: as torch.library writes it.
-    check: raises an error that names the function and the argument for a value that is none; None where a room checks
-        it with what it knows of the input.
-    by_row: whether it is a number for all rows or a tensor of one a row. A registered operator takes two arguments.
+    check: raises an error that names the function and the argument, if a value is not allowed. None if a room checks it
+        with what it knows of the input.
+    by_row: whether it is a number for all rows or a tensor of one a row. A registered operator takes two arguments for
+        it.
     whole_rows: of a loss, whether it needs more of a row than its lse and its target's logit.
-    of_kernels: whether it says how kernels compute, and nothing of the formula: the reference does not take it, and a
-        registered operator takes it behind all other arguments.
+    of_kernels: whether it says how kernels compute, and nothing of the formula. The reference does not take it, and a
+        registered operator takes it after all other arguments.
     """
 
     type: str
@@ -109,7 +110,7 @@ class Options:
 
     @classmethod
     def of_traced(cls, given: Sequence[Any], names: Iterable[str] | None = None, **more: Any) -> Self:
-        """From such arguments less those that were left out at the end, and other fields, which may overrule them."""
+        """From such arguments, of which the last may be left out, and from other fields, which may overrule them."""
         rest, values = iter(given), {}
         for name in cls.FORMULA if names is None else names:
             number = next(rest, cls.DEFAULTS[name])

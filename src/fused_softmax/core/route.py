@@ -92,11 +92,14 @@ _OUTSIDE = "call it outside of the mode"
 
 
 def watcher_of(input: Tensor, *others: Tensor) -> Watcher | None:
-    """What watches or transforms a call on these tensors, or is none of the kernels'; None if they run as it stands."""
-    if torch.compiler.is_compiling():  # first, for dynamo follows none of the others
+    """What watches or transforms a call on these tensors, or computes it in place of the kernels.
+
+    None if the kernels run as it stands.
+    """
+    if torch.compiler.is_compiling():  # first, because dynamo follows none of the others
         return _COMPILER
     kind = type(input)
-    if (kind is Tensor or is_plain(kind)) and not on_device(input):  # soon, for torch's way has a host of its own
+    if (kind is Tensor or is_plain(kind)) and not on_device(input):  # early: torch's way has a host path of its own
         return _ON_CPU if input.is_cpu else _without_kernels(input.device.type)
     for each in (input, *others):
         if not is_plain(type(each)):
@@ -129,7 +132,10 @@ _COMPOSED_ON_CPU = Decision(Route.COMPOSED, _ON_CPU.reason)
 
 
 def is_plain(kind: type) -> bool:
-    """Whether tensors of a type are to torch's functions what a Tensor is: a Parameter is, and what adds no rule."""
+    """Whether torch's functions treat tensors of a type as they treat a Tensor.
+
+    A Parameter is such a type, and so is one that adds no rules.
+    """
     return kind is Tensor or kind is torch.nn.Parameter or _adds_no_rule(kind)
 
 
@@ -157,7 +163,7 @@ def _dispatch_mode() -> str:
 
 
 def readable(target: Tensor) -> bool:
-    """Whether a call may look at the values of its targets: on a CPU, where nobody waits, and with nothing watching."""
+    """Whether a call may look at the values of its targets: on a CPU, where nobody waits, if nothing is watching."""
     return (
         not torch.compiler.is_compiling()
         and type(target) is Tensor
@@ -182,12 +188,15 @@ def resolved(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def apart(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Views, each with a gradient of its own, even if one tensor was made of another or is the same."""
+    """Views that each have a gradient of their own, even if one tensor was made from another or is the same."""
     return tuple([each if each is None else each.view_as(each) for each in tensors])
 
 
 def batched(*tensors: Tensor | None) -> bool:
-    """Whether one stands for many: a gradient of torch.autograd.grad(is_grads_batched=True), or in torch.func.vmap."""
+    """Whether a tensor stands for many.
+
+    It does in torch.autograd.grad(is_grads_batched=True), and in torch.func.vmap.
+    """
     of_torch = torch._C._functorch
     return any(
         each is not None and (of_torch.is_legacy_batchedtensor(each) or of_torch.is_batchedtensor(each))

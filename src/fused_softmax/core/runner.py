@@ -25,8 +25,8 @@ TLDTYPES = {
 }  # fmt: skip
 FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}  # read as bytes, held as fp16
 READ = {*TLDTYPES, *FP8}  # by forward kernels, without a copy
-# The launches of an exchange where the interpreter runs one program after another: in one alone, each would compute the
-# states of all that come after it.
+# The launches of an exchange under the interpreter, which runs one program after another. In a single launch, each
+# would compute the states of all programs that come after it.
 IN_TURN: tuple[dict[str, bool], ...] = ({"collect": False}, {"publish": False})
 _DIM_OF_STRIDE = {"row_stride": -2, "outer_stride": -3, "col_stride": -2}
 _MOST_DIMS = {"row_stride": 2, "outer_stride": 3, "col_stride": 9}  # of a tensor whose stride is a single one
@@ -92,15 +92,15 @@ def prepare(
     The call takes the kernel's tensors that are not None, in their order, and then the numbers.
 
     plan: None for a kernel whose sizes are all among the values; it then takes programs and num_warps.
-    tensors: by name, in the kernel's order; None where a call goes without one. Slots are no part of them, unless the
-        programs exchange with other GPUs' (spec.peers).
+    tensors: by name, in the kernel's order; None if a call does without one. Slots are not among them, unless the
+        programs exchange with those of other GPUs (spec.peers).
     values: of parameters that neither the plan nor the tensors' strides give.
     numbers: the names of values that every launch gives anew, after the tensors.
-    programs: of a plan, and num_warps, where they are not its own.
-    besides: registers of a thread besides those that hold a row, where `plan.most_registers` is to keep them few.
+    programs, num_warps: if they are not the plan's own.
+    besides: registers of a thread besides those that hold a row, if `plan.most_registers` is to keep them few.
     leading: the value, if any, that grows with the number of rows. plan_for: the plan for another number of rows, or
         None; the plan's own `for_rows` unless told.
-    turns: of the launches of an exchange under the interpreter, what is not as in the Spec.
+    turns: of the launches of an exchange under the interpreter, the fields that differ from the Spec.
     """
     names = _names(kernel)
     if "ahead" not in names.scalars:
@@ -141,7 +141,7 @@ def prepare(
 
 
 def _call_of(launches, plan, device, exchanges):
-    """What runs launches one after another: several are of one exchange, under the interpreter."""
+    """What runs launches one after another. Under the interpreter, an exchange takes several."""
     if not exchanges:
         if len(launches) == 1:
             return launches[0]
@@ -203,16 +203,16 @@ def _scalars(names, plan, spec, tensors, values):
 
 
 def _stride(tensor, name, vector):
-    """A stride by its name; one that is nested as Spec has it."""
+    """A stride by its name; a nested one as Spec has it."""
     if len(tensor.shape) <= _MOST_DIMS[name]:
         return tensor.stride(_DIM_OF_STRIDE[name])
     return (*tensor.shape[1:3], *(tensor.stride(d) // vector * 2 + 1 for d in range(3)))
 
 
 def _misalignment(names, spec, tensors):
-    """Elements from a 16-byte boundary to the first one; where rows are shifted, all tensors share it."""
+    """Elements from a 16-byte boundary to the first one. If rows are shifted, all tensors share it."""
     if "misalignment" not in names:
         return {}
     first = next(tensors[name[: -len("_row_stride")]] for name in names if name.endswith("_row_stride"))
-    vector = spec.vector if spec.fp8 is None else 16  # which a prefetch counts on
+    vector = spec.vector if spec.fp8 is None else 16  # a prefetch counts on it
     return {"misalignment": first.data_ptr() // first.element_size() % vector}

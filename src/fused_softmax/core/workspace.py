@@ -1,8 +1,8 @@
-"""Memory that programs of one launch talk through, kept between launches: zeroed once, then never reset.
+"""Memory through which programs of one launch talk, kept between launches: zeroed once, then never reset.
 
 Launches on one stream never overlap, so they share that stream's slots. A captured graph may be replayed on any stream,
-beside anything: the launches captured into it on one stream share slots of their own, and those live as long as the
-process, for nobody tells when a graph is gone. They are small: 8 bytes a part of a row.
+beside anything. So the launches captured into it on one stream share slots of their own. Those live as long as the
+process, because nobody tells when a graph is gone. They are small: 8 bytes a part of a row.
 """
 
 import ctypes
@@ -16,27 +16,27 @@ from torch import Tensor
 _TICKETS = 1
 
 _slots: dict[tuple[int, int, int, int, int], Tensor] = {}
-_outgrown: list[Tensor] = []  # launches already captured go on using what they were captured with
+_outgrown: list[Tensor] = []  # launches that were captured go on using what they were captured with
 _lock = Lock()
 
 
 def ticket(device: int) -> Tensor:
-    """int64 [1] on `device`, 0 before and after each launch, for one on its current stream that draws tickets."""
+    """int64 [1] on `device`, 0 before and after each launch, for a launch on its current stream that draws tickets."""
     return slots(device, 1, 1, _TICKETS)
 
 
 def slots(device: int, n_rows: int, slots_per_row: int, of: int = 0) -> Tensor:
-    """int64 [at least n_rows * slots_per_row], on `device`, for one launch on its current stream.
+    """int64 [at least n_rows * slots_per_row] on `device`, for one launch on its current stream.
 
-    Slots belong to one slots_per_row: all of a row's are written by every launch that uses the row, or by none. of: a
-    number for each other use.
+    Slots belong to one slots_per_row, so that every launch that uses a row writes all of its slots. of: a number for
+    each other use.
     """
     stream = torch._C._cuda_getCurrentRawStream(device)
     capture = _capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
     key = (device, stream, capture, slots_per_row, of)
     kept = _slots.get(key)
     if kept is None or kept.numel() < n_rows * slots_per_row:
-        # A quarter more than asked, so that slowly growing batches do not allocate each time.
+        # A quarter more than needed, so that slowly growing batches do not allocate each time.
         size = (n_rows + n_rows // 4) * slots_per_row
         with _lock:
             if not capture:
@@ -44,7 +44,7 @@ def slots(device: int, n_rows: int, slots_per_row: int, of: int = 0) -> Tensor:
             else:
                 if kept is not None:
                     _outgrown.append(kept)
-                # Beside the capture: zeroed now and not by each replay, and not of the graph's own pool.
+                # Outside the capture: zeroed now and not by each replay, and not from the graph's own pool.
                 with _uncaptured(), torch.cuda.stream(_aside(device)):
                     _slots[key] = _zeros(size, device)
                     _aside(device).synchronize()  # nothing else orders the zeros before the graph's first replay

@@ -1,7 +1,7 @@
 """Logits that are not made: the head of a model gives its input in their place, until a loss or a reader takes them.
 
-What a model does to its logits before its loss is written down, not computed: casts, views, rows that are left out, a
-scale, a bias, a softcap. cross_entropy of them is linear_cross_entropy of the head's input. Whatever else asks for them
+What a model does to its logits before its loss is recorded, not computed: casts, views, rows that are left out, a
+scale, a bias, a softcap. cross_entropy of such logits is linear_cross_entropy of the head's input. Any other reader
 gets the tensor that the model would have made, so a model that this file knows nothing of gets its own results.
 """
 
@@ -63,7 +63,7 @@ class Mixin:
 
 
 def is_mixed(kind: type) -> bool:
-    """Whether `mixed` has made a class, and nobody has made another of it, as fully_shard does."""
+    """Whether `mixed` has made a class, and nothing else has derived another from it since, as fully_shard does."""
     return len(kind.__bases__) == 2 and issubclass(kind.__bases__[0], Mixin)
 
 
@@ -82,7 +82,7 @@ def taken(module: nn.Module) -> None:
 
 
 class _Opened(threading.local):
-    """Of this thread: the heads of the forward pass with labels that it is in, and whether one of them was called.
+    """Of this thread: the heads of the forward pass with labels that is running, and whether one of them was called.
 
     grad: whether that pass has gradients. A checkpoint turns them off within it. unpacked: whether each row of its
     batch is one sequence, so that transformers need not look for several.
@@ -122,7 +122,7 @@ def _unfollow(head: nn.Module) -> None:
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
-    """After an optimizer's step, whose kernels may write to parameters without autograd's notice."""
+    """Called after an optimizer's step, whose kernels may write to parameters without autograd's notice."""
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]} if _heads else set()
     for head in tuple(_heads):
         if any(id(each) in trained for each in head.parameters()):
@@ -177,7 +177,7 @@ def _is_shard(tensor: Any) -> bool:
 
 
 def _layer_of(head: Any) -> Any:
-    """(weight, bias) of a linear layer; None where its class makes one of them at each use, as a parametrization does.
+    """(weight, bias) of a linear layer; None if its class makes one of them at each use, as a parametrization does.
 
     A replica of DataParallel and FSDP1 have them as plain tensors.
     """
@@ -311,7 +311,7 @@ class Deferred:
         return found
 
     def _is_made(self) -> bool:
-        """Whether there are logits, of these or of what they were taken from, so that nothing is saved any more."""
+        """Whether these logits, or those they were taken from, are made, so that nothing is saved any more."""
         made = self.with_graph is not None or self.without is not None
         return made or (self.parent is not None and self.parent._is_made())
 
@@ -454,7 +454,7 @@ class Deferred:
         return found
 
     def _check_function(self) -> None:
-        """An autograd.Function that was given these has them without a gradient, which nothing else would say."""
+        """An autograd.Function that was given these has them without a gradient, and nothing else would say so."""
         without = self.grad and not is_compiling() and not torch.is_grad_enabled()
         frame: Any = sys._getframe(1) if without else None
         while frame is not None:
@@ -686,7 +686,7 @@ def say(text: str) -> None:
 
 
 def _say_made() -> None:
-    """Of logits that a model's own code asks for, which costs what was to be saved."""
+    """Warn that a model's own code asks for logits, which costs what was to be saved."""
     if is_compiling():
         return
     frame: Any = sys._getframe(1)
@@ -737,7 +737,7 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Of code beneath torch functions, such as collectives', which no gradient goes through."""
+        """For code beneath torch functions, such as that of collectives, through which no gradient goes."""
         flat, _ = tree_flatten((args, kwargs or {}))
         if torch.is_grad_enabled() and any(isinstance(each, Logits) and each.deferred.grad for each in flat):
             raise RuntimeError(f"{func} does not take logits that are not made: read output.logits, and give it that")

@@ -1,8 +1,8 @@
 """The process in which `warmup` plans its calls and compiles their kernels: `python -m fused_softmax.warm.work`.
 
-It reads a pickle of (calls, each a pickle, device, processes, whether calls that raise are left out, sys.path), and
-prints a line of JSON for each kernel: its name, the seconds that it took, and whether Triton's cache had it; or for
-what went wrong. It changes its own modules, and ends.
+It reads a pickle of (calls, each a pickle, device, processes, whether calls that raise are left out, sys.path). For
+each kernel it prints a line of JSON: the kernel's name, the seconds that it took, and whether Triton's cache had it. If
+something goes wrong, it prints a line about that. It changes its own modules, and ends.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from fused_softmax.core.native import build
 from fused_softmax.core.plan import Device
 from fused_softmax.profile.binary import Compiled
 
-_jobs: list[Job] = []  # which the processes that are forked have too
+_jobs: list[Job] = []  # forked processes have it too
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def key_of(job: Job) -> tuple:
 
 
 class _Nowhere:
-    """Triton's driver of a GPU that is not here: what it compiles for."""
+    """Triton's driver of a GPU that is not here: Triton compiles for it."""
 
     def __init__(self, device: Device) -> None:
         major, minor = device.capability
@@ -90,7 +90,7 @@ def _begin(device: Device) -> None:
 
 
 def _compiled(kernel, grid, tensors, scalars, constexprs, device, options) -> Any:
-    """As `launch._load`, less what needs the GPU. What it says of registers is read off the binary."""
+    """`launch._load` without what needs the GPU. Facts about registers are read from the binary."""
     with wherever_it_lies():
         made = kernel.warmup(*tensors, *scalars, grid=grid, **constexprs, **options)
     of = Compiled(made)

@@ -5,11 +5,10 @@ between launches (a sense-reversing barrier). No program depends on another: a p
 missing parts itself, computes their states with the same bits, and goes on. A scan's decoupled fallback does the same
 (Smith, Levien, Owens, "Decoupled Fallback", SPAA 2025).
 
-Launches that begin while the one before them ends: programmatic dependent launch, of sm_90 and later.
-
-A kernel launched so (`launch_pdl`) may be resident before the launch before it is done. Each of its programs waits,
-before it reads or writes what that launch wrote. What earlier launches wrote is there if the launch before began as
-usual, after all of them, or has waited for the one before it.
+A launch may begin while the one before it ends: programmatic dependent launch, of sm_90 and later. A kernel launched so
+(`launch_pdl`) may be resident before the previous launch is done. Each of its programs waits before it reads or writes
+what that launch wrote. What earlier launches wrote is there too: the previous launch began as usual, after all of them,
+or has itself waited for the one before it.
 """
 
 import triton
@@ -18,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fused_softmax.core.kernels.state import NEG_INF, rounded_product, weight_of, with_sink
 
-POLLS = tl.constexpr(512)  # of L2: longer than parts that run wait for each other
+POLLS = tl.constexpr(512)  # reads of L2: more than parts take to wait for each other, if all of them run
 IN_ANY_WARP = tl.constexpr(
     "{ .reg .pred mine, any; setp.ne.s32 mine, $1, 0; bar.red.or.pred any, 0, mine; selp.s32 $0, 1, 0, any; }"
 )
@@ -26,7 +25,10 @@ IN_ANY_WARP = tl.constexpr(
 
 @triton.jit
 def pack_state(m, s, tag):
-    """(m, s) in fp32 and one bit in 64: a message written whole needs no flag and no fence, and s has no sign."""
+    """(m, s) in fp32 and a tag of one bit, in 64 bits. A message that is written whole needs no flag and no fence.
+
+    The tag takes the place of the sign of s.
+    """
     high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = (s.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
     return high | low | (tag << 31)
@@ -46,7 +48,7 @@ def tag_of(message):
 
 @triton.jit
 def slots_of(slots_ptr, group, part, n_parts, stride, K: tl.constexpr):
-    """(where the slots of a group of n_parts programs begin, this launch's tag). stride: slots that each part has."""
+    """(where the slots of a group of n_parts programs begin, this launch's tag). stride: slots of each part."""
     slots_ptr = slots_again(slots_ptr, group, n_parts, stride)
     tag = tag_of(tl.load(slots_ptr + part, volatile=True))
     if K.publish:
@@ -56,9 +58,9 @@ def slots_of(slots_ptr, group, part, n_parts, stride, K: tl.constexpr):
 
 @triton.jit
 def wait_for(slot_ptrs, message, wanted, tag):
-    """(messages, whether one is missing): re-read the wanted slots until all carry this launch's tag, or for POLLS.
+    """(messages, whether one is missing): re-read the wanted slots until all have this launch's tag, or POLLS times.
 
-    One lane a slot, and only while it is missing.
+    Each slot is read by one lane, and only while it is missing.
     """
     missing = wanted & (tag_of(message) != tag)
     left = tl.max(missing.to(tl.int32), axis=None)
@@ -86,9 +88,9 @@ def publish(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 @triton.jit
 def collect(slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """(the messages of all parts of a row, a lane each, whether one is missing still).
+    """(the messages of all parts of a row, one a lane; whether one is still missing).
 
-    Programs that poll the last part first, and alone, are many: it starts last.
+    If many programs share a row (K.poll_last_first), they first poll the last part alone, because it starts last.
     """
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
@@ -103,9 +105,9 @@ def collect(slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 @triton.jit
 def collect_several(slots_ptr, step, part, n_parts, tag, THIRD: tl.constexpr, K: tl.constexpr):
-    """Two messages of all parts of a row, or three (THIRD), whose slots lie `step` apart, and whether one is missing.
+    """Two messages of all parts of a row, or three (THIRD), whose slots lie `step` apart; and whether one is missing.
 
-    As `collect`, but asked for together: one after another, each would take its own way to L2 and back.
+    As `collect`, but they are requested together. One after another, each would make its own way to L2 and back.
     """
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
@@ -137,9 +139,10 @@ def load_several(slot_ptrs, step, on, a, b, c, THIRD: tl.constexpr):
 
 @triton.jit
 def in_any_warp(flag, K: tl.constexpr):
-    """Whether the flag, 0 or 1, is set in any warp: what each of them has read for itself may differ.
+    """Whether the flag, 0 or 1, is set in any warp: warps may have read different messages.
 
-    A barrier too. Triton puts none before a call, although what is called writes shared memory that others still read.
+    It is a barrier too. Triton puts none before a call, although the callee writes shared memory that others may still
+    read.
     """
     if K.ptx:
         return tl.inline_asm_elementwise(IN_ANY_WARP, "=r,r", [flag], dtype=tl.int32, is_pure=False, pack=1)
@@ -149,18 +152,18 @@ def in_any_warp(flag, K: tl.constexpr):
 
 @triton.jit
 def slots_again(slots_ptr, group, n_parts, stride):
-    """Where the slots of a group begin: `slots_of`, for a program that has its tag."""
+    """Where the slots of a group begin: `slots_of` for a program that has its tag already."""
     return slots_ptr + group.to(tl.int64) * n_parts * stride
 
 
 @triton.jit
 def stand_in(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexpr):
-    """The messages of all parts: those missing are computed here, STATE(part, given, K) being a part's (m, s).
+    """The messages of all parts. Missing ones are computed here: STATE(part, given, K) is a part's (m, s).
 
-    Nothing is written: a part's slot is its own, which tells it the launch's tag when it starts. A part overwrites its
-    data, if it does, once it has all messages, its own among them. So where a message is still missing after its part's
-    data was read, the part had not overwritten it, and what was read is whole. All warps compute a part that any of
-    them misses.
+    Nothing is written to slots: a part's slot belongs to the part, which learns the launch's tag from it when it
+    starts. A part may overwrite its data, but only once it has all messages, its own among them. So if a part's message
+    is still missing after the part's data was read, the data had not been overwritten, and what was read is whole. All
+    warps compute a part that any of them misses.
     """
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
@@ -180,7 +183,7 @@ def stand_in(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.constexp
 def next_missing(slots_ptr, message, part, n_parts, tag, K: tl.constexpr):
     """(messages, the first part from `part` on that a warp misses, or n_parts).
 
-    Of copies that is read which the part itself reads.
+    Each part's message is read in the copy of the slots that the part itself reads.
     """
     j = tl.arange(0, K.lanes)
     missing = tl.zeros([], tl.int32)
@@ -194,7 +197,7 @@ def next_missing(slots_ptr, message, part, n_parts, tag, K: tl.constexpr):
 
 @triton.jit
 def states_of(message, n_parts, K: tl.constexpr):
-    """(m, s) of every part, a lane each; empty past the last one."""
+    """(m, s) of every part, one a lane; the empty state past the last one."""
     peer = tl.arange(0, K.lanes) < n_parts
     m_parts, s_parts = unpack_state(message)
     return tl.where(peer, m_parts, NEG_INF), tl.where(peer, s_parts, 0.0)
@@ -202,7 +205,7 @@ def states_of(message, n_parts, K: tl.constexpr):
 
 @triton.jit
 def merged(message, n_parts, K: tl.constexpr):
-    """The state of a row by the messages of all its parts."""
+    """The state of a row, from the messages of all its parts."""
     m_parts, s_parts = states_of(message, n_parts, K)
     m = tl.max(m_parts, axis=0)
     return m, tl.sum(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)), axis=0)
@@ -210,9 +213,10 @@ def merged(message, n_parts, K: tl.constexpr):
 
 @triton.jit
 def merged_greedy(message, part, n_parts, greedy, sink, K: tl.constexpr):
-    """`merged`, of rows that may be greedy: of parts that share the maximum the first has it, and s counts all.
+    """`merged` for rows that may be greedy, with the sink.
 
-    In a greedy row s is the winner's alone, or NaN, and all other parts get m = +inf. The sink is counted already.
+    If parts share the maximum of a greedy row, the first of them has it. s is then that of this part alone, or NaN, and
+    all other parts get m = +inf. In other rows s counts all parts.
     """
     m_parts, s_parts = states_of(message, n_parts, K)
     m = tl.max(m_parts, axis=0)
@@ -227,7 +231,7 @@ def merged_greedy(message, part, n_parts, greedy, sink, K: tl.constexpr):
 
 @triton.jit
 def summed(message, n_parts, K: tl.constexpr):
-    """The sum of a number that each part has told, which needs no rescaling."""
+    """The sum of a number that each part has told. It needs no rescaling."""
     d_parts, _ = states_of(message, n_parts, K)
     return tl.sum(tl.where(tl.arange(0, K.lanes) < n_parts, d_parts, 0.0), axis=0)
 

@@ -1,7 +1,7 @@
 """A row as a program sees it: where it lies, which part of it a program has, and how its elements are read and written.
 
-A row is cut into pieces, power-of-two tiles in a tuple. Rows that start off a 16-byte boundary have an aligned body,
-read in whole vectors, and edges before and after it, of which each lane reads one element.
+A row is cut into pieces, power-of-two tiles in a tuple. If rows start off a 16-byte boundary, they have an aligned
+body, which is read in whole vectors, and edges before and after it. Each lane reads one element of the edges.
 """
 
 import triton
@@ -22,8 +22,8 @@ def head_of(row, x, K: tl.constexpr):
 
 @triton.jit
 def body_of(x, row, K: tl.constexpr):
-    """The first 16-byte boundary of a row, in a form that shows the compiler that it is one."""
-    if K.shifted or K.fp8 is not None:  # bytes may begin on 8 that are even
+    """The first 16-byte boundary of a row, computed so that the compiler sees the alignment."""
+    if K.shifted or K.fp8 is not None:  # rows of fp8 that count as even may begin on 8 bytes
         aligned = tl.multiple_of(x.ptr - x.misalignment, K.vector * x.ptr.dtype.element_ty.primitive_bitwidth // 8)
         if x.nest is not None:
             return aligned + (nested_offset(row, x.nest, K) + x.misalignment + K.vector - 1) // K.vector * K.vector
@@ -35,7 +35,7 @@ def body_of(x, row, K: tl.constexpr):
 
 @triton.jit
 def row_offset(row, x, K: tl.constexpr):
-    """Where a row begins that is not shifted, in a form that shows that it starts on 16 bytes."""
+    """Where a row begins that is not shifted, computed so that the compiler sees that it is on 16 bytes."""
     if x.nest is not None:
         return nested_offset(row, x.nest, K)
     else:
@@ -44,13 +44,16 @@ def row_offset(row, x, K: tl.constexpr):
 
 @triton.jit
 def whole_vectors(n, K: tl.constexpr):
-    """n as a multiple of the vector, in a form that shows the compiler that it is one."""
+    """n as a multiple of the vector, computed so that the compiler sees it."""
     return n // K.vector * K.vector
 
 
 @triton.jit
 def tile_of(x, n_rows, n_cols, K: tl.constexpr):
-    """The rows of a program of several. Rows past the end repeat the last one: the same values to the same place."""
+    """The rows of a program that has several.
+
+    Rows past the end repeat the last one, and write the same values to the same place.
+    """
     first_row = tl.program_id(0).to(tl.int64) * K.block_rows
     row = tl.minimum(first_row + tl.arange(0, K.block_rows), n_rows - 1)[:, None]
     head = head_of(row, x, K)
@@ -60,7 +63,7 @@ def tile_of(x, n_rows, n_cols, K: tl.constexpr):
 
 @triton.jit
 def part_of(part, row, x, n_cols, part_cols, K: tl.constexpr):
-    """A part of `row`, by its number; all of the row unless it is split."""
+    """A part of `row`, by its number; the whole row if it is not split."""
     start = 0
     if K.split:
         start = part * whole_vectors(part_cols, K)
@@ -95,7 +98,7 @@ def row_of_part(program, n_parts, K: tl.constexpr):
 
 @triton.jit
 def tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K: tl.constexpr):
-    """The rows of a program of several, or one part of a row: of either, as a tile that is read piece after piece."""
+    """The several rows of a program, or its one part of a row, as a tile that is read piece after piece."""
     program = tl.program_id(0)
     first_row = (program // n_parts).to(tl.int64) * K.block_rows
     part = program % n_parts
@@ -108,14 +111,17 @@ def tile_part_of(x, n_rows, n_cols, n_parts, part_cols, K: tl.constexpr):
 
 @triton.jit
 def shared_row(program, n_rows, n_inner):
-    """The row of a program where rows that lie n_inner apart, and share a row of the mask, follow each other."""
+    """The row of a program, if rows that share a row of the mask, and lie n_inner apart, follow each other."""
     n_outer = n_rows // n_inner
     return (program % n_outer).to(tl.int64) * n_inner + program // n_outer
 
 
 @triton.jit
 def broadcast_offset(row, n_1, n_2, stride_0, stride_1, stride_2):
-    """Where a row, numbered over up to three dims (the last two of n_1 and n_2), begins in a tensor of such strides."""
+    """Where a row begins in a tensor of such strides.
+
+    Rows are numbered over up to three dims, of which n_1 and n_2 are the sizes of the last two.
+    """
     outer = row // n_2
     offset = (outer // n_1).to(tl.int64) * stride_0 + (outer % n_1).to(tl.int64) * stride_1
     return offset + (row % n_2).to(tl.int64) * stride_2
@@ -123,7 +129,7 @@ def broadcast_offset(row, n_1, n_2, stride_0, stride_1, stride_2):
 
 @triton.jit
 def nested_offset(row, stride, K: tl.constexpr):
-    """The same for a stride that is nested (Spec): of fewer than 2**31 rows, whose numbers divide in 32 bits."""
+    """`broadcast_offset` for a nested stride (Spec). Rows are fewer than 2**31, so divisions have 32 bits."""
     n_1, n_2, odd_0, odd_1, odd_2 = stride
     V: tl.constexpr = K.vector
     return broadcast_offset(row.to(tl.int32), n_1, n_2, (odd_0 >> 1) * V, (odd_1 >> 1) * V, (odd_2 >> 1) * V)
@@ -131,7 +137,10 @@ def nested_offset(row, stride, K: tl.constexpr):
 
 @triton.jit
 def load_pieces(ptr, cols, size, OTHER, K: tl.constexpr, PIECES: tl.constexpr, FULL_PIECES: tl.constexpr):
-    """PIECES tiles side by side from ptr, as a tuple; columns from `size` on are OTHER; FULL_PIECES end before it."""
+    """PIECES tiles side by side from ptr, as a tuple. Columns from `size` on are OTHER.
+
+    FULL_PIECES: how many leading tiles end before `size`.
+    """
     pieces = ()
     for p in tl.static_range(PIECES):
         if p < FULL_PIECES:
@@ -144,7 +153,7 @@ def load_pieces(ptr, cols, size, OTHER, K: tl.constexpr, PIECES: tl.constexpr, F
 
 @triton.jit
 def store_piece(ptr, y, p, cols, size, K: tl.constexpr):
-    """One of a row's pieces, which is not read again soon; what it has past `size` is not written."""
+    """Store one of a row's pieces up to `size`, as data that is not read again soon."""
     if p < K.full_pieces:
         tl.store(ptr + (p * K.block_cols + cols), y, cache_modifier=".cs")
     else:
@@ -155,8 +164,8 @@ def store_piece(ptr, y, p, cols, size, K: tl.constexpr):
 def edges_of(r, n_cols, n_parts, K: tl.constexpr):
     """(columns before and after the body, one a lane; which lanes have one).
 
-    A row's first part has those before the body and its last part those after: parts are in the order of their columns,
-    by which the first of equal maxima is found.
+    A row's first part has the columns before the body, and its last part those after it. Parts are then in the order of
+    their columns, so that the first of equal maxima is found.
     """
     lane = tl.arange(0, 2 * K.vector)
     if K.tile:
@@ -175,7 +184,7 @@ def load_edge(x, n_cols, n_parts, r, other, K: tl.constexpr):
 
 @triton.jit
 def of_each_row(values, K: tl.constexpr):
-    """A number for each row, as it broadcasts to the pieces."""
+    """A number for each row, in a shape that broadcasts to the pieces."""
     if K.tile:
         return values[:, None]
     else:
@@ -184,7 +193,10 @@ def of_each_row(values, K: tl.constexpr):
 
 @triton.jit
 def prefetch_l2(x, start, n):
-    """One thread asks L2 for n elements from `start` on, less those that share 16 bytes with others. From sm_90 on."""
+    """One thread asks L2 for n elements from `start` on, except those that share 16 bytes with others.
+
+    From sm_90 on.
+    """
     itemsize: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth // 8
     vector: tl.constexpr = 16 // itemsize
     begin = (start + x.misalignment + vector - 1) // vector * vector
@@ -202,16 +214,16 @@ def prefetch_l2(x, start, n):
 
 @triton.jit
 def prefetch_tile(x, n_rows, n_cols, ahead, K: tl.constexpr):
-    """The rows of the program that is `ahead` of this one."""
+    """Ask L2 for the rows of the program that is `ahead` programs after this one."""
     first = tl.program_id(0).to(tl.int64) * K.block_rows + ahead.to(tl.int64) * K.block_rows
     n = tl.minimum(K.block_rows * x.stride, (n_rows - 1 - first) * x.stride + n_cols)
-    # Past the last row it is negative, and at wide strides so far below zero that it would not fit 32 bits.
+    # Past the last row n is negative, and with wide strides it would be too far below zero for 32 bits.
     prefetch_l2(x, first * x.stride, tl.maximum(n, 0))
 
 
 @triton.jit
 def prefetch_part(x, n_cols, n_parts, part_cols, n_programs, ahead, K: tl.constexpr):
-    """The row, or the part of one, of the program that is `ahead` of this one."""
+    """Ask L2 for the row, or the part of one, of the program that is `ahead` programs after this one."""
     later = tl.program_id(0) + ahead
     if K.split:
         start = (later % n_parts) * part_cols
@@ -243,7 +255,10 @@ def first_max_of(pieces, m, first, cols, factor, K: tl.constexpr):
 
 @triton.jit
 def lanes_of_part(part, row, x, n_cols, part_cols, K: tl.constexpr):
-    """The part of a row that is read tile by tile, a row of the tile a lane: each keeps a state of its own."""
+    """The part of a row that is read tile by tile.
+
+    Each lane reads a row of the tile, and keeps a state of its own.
+    """
     WIDTH: tl.constexpr = K.lane_cols
     HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
     cols = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -23,20 +23,21 @@ class Spec:
     block_rows, block_cols, pieces, full_pieces, vector: the plan's.
     tile: whether a program has several rows, [rows, cols] in registers.
     shifted: whether rows start off 16 bytes, and have an aligned body with guarded edges.
-    nested: whether the inputs' rows, or outer indices, are numbered over several dims. The stride of each is then
-        (n_1, n_2, odd_0, odd_1, odd_2): the sizes of the last two dims, and of all three the stride in vectors, twice
-        and 1 more. Triton looks at a tuple's numbers, and knows nothing of odd ones but the 1 of a stride of 0.
+    nested: whether the inputs' rows, or outer indices, are numbered over several dims. The stride of each input is then
+        (n_1, n_2, odd_0, odd_1, odd_2): the sizes of the last two dims, and for each of the three dims 2 v + 1, where v
+        is its stride in vectors. Triton specialises on the numbers of a tuple, but learns nothing from odd ones, except
+        from the 1 of a stride of 0.
     edges_first: whether a tile loads its edges before its pieces, and both get the layout of the pieces.
     cast_dtype: inputs are rounded to it as they are read.
-    fp8: the format of an input of bytes, held as fp16. converts_fp8: whether the chip has an instruction that does it.
-    axis: of a piece, along which it is reduced.
+    fp8: the format of an input of bytes, held as fp16. converts_fp8: whether the chip has an instruction for that.
+    axis: the axis of a piece along which it is reduced.
     ptx: whether the kernel may use inline PTX.
     prefetch: whether programs ask L2 for the data of a later program.
     split: whether a row's programs exchange messages. lanes, copies, poll_last_first: the plan's.
     publish, collect: both on a GPU. The interpreter runs programs one after another, so all publish in one launch and
         collect in the next.
     peers: whether programs on other GPUs have parts of the row too; nobody then computes a missing state.
-    follows: whether the launch may begin before the one before it has ended, and waits for what that wrote.
+    follows: whether the launch may begin before the one before it has ended, and then waits for it.
     """
 
     block_cols: int
@@ -65,12 +66,12 @@ class Spec:
 
     @property
     def state_dtype(self):
-        """Of m and s, and of the arithmetic."""
+        """The dtype of m and s, and of the arithmetic."""
         return tl.float64 if self.cast_dtype.is_fp64() else tl.float32
 
     @property
     def compute_dtype(self):
-        """Which dtype a piece is taken for when it is used; overridden where pieces hold finished scores."""
+        """The dtype of a piece when it is used; overridden where pieces hold finished scores."""
         exact = self.fp8 is not None and not self.cast_dtype.is_fp64()  # every 16-bit dtype holds fp8 as it is
         return tl.float16 if exact else self.cast_dtype
 
@@ -81,7 +82,7 @@ class Spec:
 
     @property
     def lane_cols(self):
-        """Columns that a lane reads of a tile whose lanes keep states of their own."""
+        """Columns that a lane reads of a tile, if each lane keeps a state of its own."""
         return 4 if self.vector == 1 else self.vector
 
     @property
@@ -91,19 +92,20 @@ class Spec:
 
     @property
     def unpack(self):
-        """Whether bf16 is unpacked by an instruction an element."""
+        """Whether bf16 is unpacked with one instruction an element."""
         return self.ptx
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSpec(Spec):
-    """Of rows of scores. z = x * scale + mask: see `ops/softmax/scores.py`.
+    """For rows of scores z = x * scale + mask: see `ops/softmax/scores.py`.
 
     log: log_softmax. mask: NO_MASK, BOOL_MASK or ADDED_MASK. greedy: whether a row may have scale 0. hides: whether
-    something may be masked, which then has no gradient. zero_masked_rows: a row of which nothing is kept is no NaN.
-    sink: whether a row's sum counts one score more.
-    shared_dims: rows that share a row of the mask follow each other, and this many inner indices tell them apart.
-    causal_step: pieces from one place where the diagonal may lie to the next.
+    elements may be masked, which then have no gradient. zero_masked_rows: whether a row that keeps nothing is 0 and not
+    NaN. sink: whether a row's sum has one more score.
+    shared_dims: if not 0, a row of the mask depends on this many of the last indices alone, and rows that share it
+    follow each other.
+    causal_step: the kernel has code of its own for the diagonal in each run of so many pieces.
     """
 
     log: bool = False
@@ -119,7 +121,7 @@ class ScoreSpec(Spec):
 
     @property
     def compute_dtype(self):
-        """An added mask makes finished scores of what is read, in the dtype of the arithmetic."""
+        """With an added mask pieces hold finished scores, in the dtype of the arithmetic."""
         return self.state_dtype if self.mask == ADDED_MASK else super().compute_dtype
 
     @property
@@ -129,10 +131,10 @@ class ScoreSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSpec(Spec):
-    """Of the gradients of softmax and log_softmax. cast_dtype is that of their output y.
+    """For the gradients of softmax and log_softmax. cast_dtype is that of their output y.
 
-    log, hides: as ScoreSpec's. out_dtype: of the gradient. scaled: whether it is multiplied by a number.
-    stream: whether rows are read twice.
+    log, hides: as ScoreSpec's. out_dtype: of the gradient. scaled: whether it is multiplied by a number. stream:
+    whether rows are read twice.
     """
 
     out_dtype: Any
@@ -143,14 +145,18 @@ class GradientSpec(Spec):
 
     @property
     def unpack(self):
-        """Rows of few pieces are at a bound of registers as they are: bf16 8192 0.99 at 64, 0.98 unpacked at 66."""
+        """As Spec's, but False for rows of few pieces, which are at a bound of registers already.
+
+        bf16 8192: 0.99 with 64 registers, 0.98 unpacked with 66.
+        """
         return self.ptx and (self.tile or self.stream or self.log or self.split or self.pieces > 4)
 
 
 class Scored(NamedTuple):
     """Scale, mask, causality and sink of a call, as its kernel is given them.
 
-    A row's number splits into up to three indices (n_1 and n_2 are the sizes of the last two); strides are of those.
+    A row's number splits into up to three indices, of which n_1 and n_2 are the sizes of the last two. Strides are
+    along these indices.
     """
 
     mask_ptr: Any
@@ -188,7 +194,7 @@ class Row(NamedTuple):
     """The rows of a program, or its part of one.
 
     row: int64, or [rows, 1]. start, size: where the part begins in the row's aligned body, and how long it is. head:
-    elements before the body. cols: of a piece, counted from its own start.
+    elements before the body. body: elements of the body. cols: columns of a piece, counted from its own start.
     """
 
     row: Any
@@ -201,7 +207,7 @@ class Row(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a row of x, for a program that reads others' too. rest: what else their states depend on."""
+    """The parts of a row of x, for a program that reads others' parts too. rest: what else their states depend on."""
 
     row: Any
     x: Any

@@ -20,7 +20,7 @@ HALVES = tl.constexpr("{ .reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 
 def widen(x, CAST: tl.constexpr, PTX: tl.constexpr = False):
     """x rounded to the dtype CAST, in the dtype of the arithmetic: fp64 for fp64, fp32 for all else.
 
-    PTX: bf16 by one instruction an element, where the compiler takes two for the upper one of a register.
+    PTX: bf16 takes one instruction an element. The compiler would take two for the upper element of a register.
     """
     if CAST.is_fp64():
         return x.to(tl.float64)
@@ -32,9 +32,9 @@ def widen(x, CAST: tl.constexpr, PTX: tl.constexpr = False):
 
 @triton.jit
 def load_exact(ptr, mask, other, K: tl.constexpr):
-    """What stands at ptr where `mask`, `other` elsewhere; both None where nothing is masked. fp8 becomes fp16.
+    """What is at ptr where `mask`, and `other` elsewhere; both are None if nothing is masked. fp8 becomes fp16.
 
-    No format of 8 bits has all that `other` may be.
+    `other` comes after the conversion, because no 8-bit format has all its values.
     """
     if K.fp8 is None:
         return tl.load(ptr, mask=mask, other=other)
@@ -47,31 +47,34 @@ def load_exact(ptr, mask, other, K: tl.constexpr):
 
 @triton.jit
 def of_fp8(x, K: tl.constexpr):
-    """The fp16 that bytes stand for, exactly. e5m2 is its upper byte; the exponents of e4m3 begin 8 lower."""
+    """The fp16 numbers that bytes of fp8 stand for, exactly.
+
+    An e5m2 number is the upper byte of an fp16 number. The exponent bias of e4m3 is 8 less than that of fp16.
+    """
     if K.converts_fp8:
         return x.to(K.fp8, bitcast=True).to(tl.float16)
     elif K.fp8 == tl.float8e5:
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     else:
-        bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16385  # less the sign's second copy
+        bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16385  # without the second copy of the sign
         y = bits.to(tl.float16, bitcast=True) * 256.0
-        return tl.where(tl.abs(y) == 480.0, float("nan"), y)  # the greatest number is 448
+        return tl.where(tl.abs(y) == 480.0, float("nan"), y)  # the code of 480 is NaN: the greatest number is 448
 
 
 @triton.jit
 def origin_of(m, PTX: tl.constexpr, SUBTRACT_FIRST: tl.constexpr = False):
     """(scale, base) with exp(x - m) = 2 ** (x * scale - base), up to a factor that every x shares; base 0 if m is -inf.
 
-    exp(-inf - -inf) is NaN, while any finite base gives the exact zeros.
-    On NVIDIA the exponent is one fused multiply-add, and `base` is m * scale rounded: the row's s shares that error, so
-    it cancels. It must not overflow though: from 2 ** 30 on, where fp32 is 128 apart and exp is 0 or 1, scale is 1 and
-    m * scale exact. Elsewhere, and with SUBTRACT_FIRST, base is m: an instruction more for every x, and no register for
-    the scale of every m.
+    With m = -inf, exp(-inf - -inf) would be NaN, while any finite base gives exact zeros.
+    On NVIDIA the exponent is one fused multiply-add, and `base` is m * scale, rounded. The row's s has the same error
+    as a factor, so the error cancels. It must not overflow, though. From 2 ** 30 on, scale is 1 and m * scale is exact:
+    fp32 numbers are 128 apart there, so exp is 0 or 1 in any base. Elsewhere, and with SUBTRACT_FIRST, base is m. That
+    takes one more instruction for every x, but no register for the scale of every m.
     """
     finite = tl.where(m == NEG_INF, 0.0, m)
     if PTX and not SUBTRACT_FIRST and m.dtype == tl.float32:
         scale = tl.where(tl.abs(finite) < 1073741824.0, LOG2E, 1.0)
-        # No multiplication: folded into a later subtraction, it would not be the product that s was summed with.
+        # No multiplication: fused into a later subtraction, it would not be the rounded product that s was summed with.
         base = tl.fma(finite, scale, 0.0)
         return scale, base
     else:
@@ -100,9 +103,9 @@ def natural_exp(x, PTX: tl.constexpr):
 
 @triton.jit
 def weight_of(m_part, m, PTX: tl.constexpr):
-    """exp(m_part - m), for m_part <= m: what the s of a part counts in the whole. NaN where m is +inf or NaN.
+    """exp(m_part - m), for m_part <= m: the factor of a part's s in the row. NaN if m is +inf or NaN.
 
-    Where m is -inf every part is empty, and its s is 0 or NaN: counted once, it stays as it is.
+    If m is -inf, every part is empty, and its s is 0 or NaN. The factor is then 1, so that s stays as it is.
     """
     if PTX and m.dtype == tl.float32:
         scale_part, base_part = origin_of(m_part, PTX)
@@ -116,21 +119,24 @@ def weight_of(m_part, m, PTX: tl.constexpr):
 
 @triton.jit
 def merge(m_a, s_a, m_b, s_b, PTX: tl.constexpr):
-    """The state of two parts of a row together. A NaN travels in s, so m may be taken without it."""
+    """The state of two parts of a row together. s carries a NaN, so m may be taken without it."""
     m = tl.maximum(m_a, m_b)
     return m, s_a * weight_of(m_a, m, PTX) + s_b * weight_of(m_b, m, PTX)
 
 
 @triton.jit
 def merge_score(m, s, top, z, PTX: tl.constexpr):
-    """The state of a part of a row and one score z more. top: z, or finite_top of it."""
+    """The state of a part of a row and one more score z. top: z, or `finite_top` of it."""
     scale, base = origin_of(top, PTX)
     return merge(m, s, top, exp_at(z, scale, base, PTX), PTX)
 
 
 @triton.jit
 def hold(x, PTX: tl.constexpr):
-    """x, opaque to the compiler: 2-byte values wait packed in registers, not as fp32 copies made for an earlier use."""
+    """x, hidden from the compiler.
+
+    2-byte values then wait packed in registers, and not as fp32 copies that were made for an earlier use.
+    """
     if PTX and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     else:
@@ -164,7 +170,10 @@ def scores_of(x, factor, K: tl.constexpr, PTX: tl.constexpr = False):
 
 @triton.jit
 def rounded_product(a, b):
-    """a * b, rounded before it is summed: if the first addition of a sum took it in, the sum would differ by lanes."""
+    """a * b, rounded before it is summed.
+
+    Fused into the first addition of a sum, it would make the sum depend on how lanes are laid out.
+    """
     return tl.fma(a, b, 0.0)
 
 
@@ -188,7 +197,10 @@ def sum_exp_of(pieces, scale, base, factor, K: tl.constexpr):
 
 @triton.jit
 def rounding_of(m, PTX: tl.constexpr):
-    """The exponent of 2 that m itself gets: what rounding has taken from origin_of's base, a factor of s."""
+    """The exponent of 2 that m itself gets: what rounding has taken from the base of `origin_of`.
+
+    2 to this power is a factor of s.
+    """
     if PTX and m.dtype == tl.float32:
         scale, base = origin_of(m, PTX)
         return tl.where((scale == LOG2E) & (m != NEG_INF), tl.fma(m, scale, -base), 0.0)
@@ -198,7 +210,7 @@ def rounding_of(m, PTX: tl.constexpr):
 
 @triton.jit
 def log_sum_of(m, s, PTX: tl.constexpr):
-    """log sum exp(z - m), from which the rounding of origin_of's base is taken out again; 0 where m alone counts."""
+    """log sum exp(z - m), from s without the rounding of `origin_of`'s base; 0 if m alone counts."""
     if PTX and m.dtype == tl.float32:
         rounding = rounding_of(m, PTX)
         return tl.where(s == tl.exp2(rounding), 0.0, tl.log(s) - rounding * LN2)
@@ -208,7 +220,10 @@ def log_sum_of(m, s, PTX: tl.constexpr):
 
 @triton.jit
 def reciprocal_of(m, s, PTX: tl.constexpr):
-    """1 / s. Where m alone counts it is the next number, by which exp(m - m) is 1 or more, however base was rounded."""
+    """1 / s. If m alone counts, it is the next greater number.
+
+    exp(m - m) over s is then 1 or more, however base was rounded.
+    """
     inv_s = 1.0 / s
     if PTX and m.dtype == tl.float32:
         above = (inv_s.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
@@ -225,7 +240,7 @@ def result_of(z, m, s, K: tl.constexpr):
         if K.zero_masked_rows:
             y = tl.where(s == 0.0, NEG_INF, y)
     else:
-        exact: tl.constexpr = rounds and K.cast_dtype.is_fp32()  # what 16 bits round to 1 is 1
+        exact: tl.constexpr = rounds and K.cast_dtype.is_fp32()  # 16 bits round such a result to 1 anyway
         inv_s = reciprocal_of(m, s, exact)
         if K.zero_masked_rows:
             inv_s = tl.where(s == 0.0, 0.0, inv_s)
@@ -238,13 +253,16 @@ def result_of(z, m, s, K: tl.constexpr):
 
 @triton.jit
 def finite_top(m):
-    """m, but the greatest number for +inf: exp(inf - m) is then inf and not NaN, as lse is."""
+    """m, but the greatest number in place of +inf: exp(inf - m) is then inf, as lse is, and not NaN."""
     return tl.minimum(m, GREATEST_FP64 if m.dtype.is_fp64() else GREATEST)
 
 
 @triton.jit
 def lse_of(m, s, greedy, sink, K: tl.constexpr):
-    """m + log s; of a greedy row, whose first tied maximum alone counts, m; inf where s is. With the sink if K.sink."""
+    """m + log s, with the sink if K.sink; inf if s is.
+
+    For a greedy row it is m, because the first of its tied maxima alone counts.
+    """
     if K.sink:
         if K.greedy:
             scale, base = origin_of(m, K.ptx)
@@ -259,7 +277,7 @@ def lse_of(m, s, greedy, sink, K: tl.constexpr):
 
 @triton.jit
 def capped(z, cap):
-    """cap * tanh(z / cap); near 0 by a polynomial, for 1 - exp(-2 z / cap) would lose all digits there."""
+    """cap * tanh(z / cap). Near 0 it is a polynomial, because 1 - exp(-2 z / cap) would lose all digits there."""
     size = tl.abs(z)
     y = size / cap
     q = y * y

@@ -82,13 +82,13 @@ def _rows(
     n_rows: int, n_cols: int, itemsize: int, inputs: int, alignment: Alignment, device: Device, work: Work | None,
     batch_invariant: bool,
 ) -> Rows:  # fmt: skip
-    """The rows to plan for, of which a plan for any batch has one number, whatever it is for."""
+    """The rows to plan for. A plan for any batch is made for one number of rows, whatever the call has."""
     planned = ALONE_ROWS if batch_invariant and n_rows > 0 else n_rows
     return rows_of(planned, n_cols, itemsize, inputs, alignment, device, work, batch_invariant)
 
 
 def _of_any_rows(plan: RowPlan, n_rows: int) -> RowPlan:
-    """A plan for any batch, for so many rows; any other plan as it is."""
+    """A plan for any batch, with the number of rows of the call; any other plan as it is."""
     if not plan.batch_invariant:
         return plan
     because = "whatever stands beside a row, so that it has the same bits in any batch"
@@ -96,7 +96,7 @@ def _of_any_rows(plan: RowPlan, n_rows: int) -> RowPlan:
 
 
 def _held_rows(rows: Rows, alignment: Alignment) -> RowPlan:
-    """The decision which strategy. alignment: as the caller has it, whatever rows of this length allow."""
+    """The choice of a strategy. alignment: the caller's, even if rows of this length allow another."""
     n_cols, device = rows.n_cols, rows.device
     alignment = rows.alignment if rows.batch_invariant else alignment
     shared = longest(rows.work, alignment, rows.itemsize)
@@ -186,9 +186,10 @@ def plan_reduction(
 ) -> RowPlan:
     """The plan for kernels that read rows tile by tile and hold none: logsumexp, and (writes) its gradient.
 
-    Rows are split as far as programs are wanted; where parts of a row are merged, the last alone waits for the others.
+    Rows are split into as many parts as there should be programs. Where parts are merged, only the last part waits for
+    the others.
     capped: whether a gradient goes through the tanh of a softcap.
-    merges: whether a launch of its own merges parts, which rows of a few thousand columns are not worth.
+    merges: whether a launch of its own merges parts. It does not pay for rows of a few thousand columns.
     batch_invariant: as `plan_rows`, but a long row is cut into parts of one size, however many rows there are.
 
     >>> plan_reduction(8, 32000, 2, H200).strategy
@@ -209,10 +210,10 @@ def plan_reduction(
 
 
 def plan_alone(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPlan:
-    """The plan for a reduction of which each row has the same bits in any batch: its parts follow from it alone.
+    """The plan for a reduction that gives a row the same bits in any batch: the row alone decides how it is cut.
 
-    Of a whole number of vectors, rows start on 16 bytes: a caller copies others. The rest are read by elements, since
-    what stands before the first boundary would differ from row to row.
+    If a row is a whole number of vectors, rows start on 16 bytes, and a caller copies those that do not. Other rows are
+    read by elements, because what stands before the first boundary would differ from row to row.
 
     >>> plan_alone(8, 151936, 2, H200).parts, plan_alone(8192, 151936, 2, H200).parts
     (5, 5)
@@ -229,7 +230,7 @@ def plan_alone(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPl
 def plan_pairs(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPlan | None:
     """The plan for pairs of rows that are held until a gradient is written, with the same bits in any batch.
 
-    None where the chip does not hold them, or rows are no whole number of vectors. itemsize: the larger one of both.
+    None if the chip cannot hold them, or if rows are not a whole number of vectors. itemsize: the larger one of both.
 
     >>> plan_pairs(8192, 151936, 2, H200).parts
     19
@@ -242,7 +243,7 @@ def plan_pairs(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPl
     if n_cols <= part_cols:
         return build("row", rows, f"a pair of rows of at most {part_cols} columns fits one program")
     parts = -(-n_cols // part_cols)
-    # Lanes that followed from the number of rows would sum in another order.
+    # If lanes followed from the number of rows, the order of sums would too.
     choices = {
         "part_cols": part_cols, "num_warps": num_warps, "lanes": max(32, next_power_of_2(parts)),
         "poll_last_first": parts >= POLL_LAST_FIRST_PARTS,
@@ -260,7 +261,7 @@ def _written_reduction(rows: Rows) -> RowPlan:
 
 
 def _long_reduction(rows: Rows, *, alone: bool) -> RowPlan:
-    """alone: whether a row is one part, however few there are."""
+    """alone: whether a row is always one part, however few rows there are."""
     n_rows, n_cols, sm_count = rows.n_rows, rows.n_cols, rows.device.sm_count
     num_warps, tile_cols, warps = _reduction_warps(rows)
     few = n_rows < REDUCTION_PROGRAMS * sm_count
@@ -306,11 +307,14 @@ def _reduction_warps(rows: Rows) -> tuple[int, int, str]:
 
 
 def _rows_of_parts(rows: Rows, part_cols: int, least: int, programs: int) -> Span:
-    """The numbers of rows for which max(least, n_cols / (programs / n_rows)) gives as many parts as part_cols does."""
+    """The numbers of rows for which part_cols gives as many parts as it does for these.
+
+    The columns of a part are max(least, n_cols / (programs / n_rows)).
+    """
     n_cols, parts = rows.n_cols, -(-rows.body // part_cols)
     if parts == 1:
         return rows.n_rows, rows.n_rows
-    shortest, longest = -(-rows.body // parts), -(-rows.body // (parts - 1)) - 1  # parts that are as many
+    shortest, longest = -(-rows.body // parts), -(-rows.body // (parts - 1)) - 1  # give as many parts
     fewest = -(-n_cols // longest)  # programs that are wanted for a row
     most_rows = (programs - 1) // (fewest - 1) if fewest > 1 else UNBOUNDED
     if least >= shortest:
@@ -320,7 +324,7 @@ def _rows_of_parts(rows: Rows, part_cols: int, least: int, programs: int) -> Spa
 
 
 def _reduction_pieces(plan: RowPlan) -> int:
-    """Pieces of one tile: the number that pads a part least, the greatest of those."""
+    """Pieces of one tile: the number that pads a part least; of several, the greatest."""
     least, most = (min(plan.pieces, pieces) for pieces in REDUCTION_PIECES)
     padded = {p: -(-plan.part_cols // (p * plan.block_cols)) * p for p in range(least, most + 1)}
     return min(padded, key=lambda p: (padded[p], -p))
@@ -366,15 +370,15 @@ def candidate(
 
 
 def most_parts(plan: RowPlan, device: Device, registers: int | None = None) -> int:
-    """Parts of one row that may wait for each other: half of those that reside at once, so that two streams can.
+    """Parts of one row that may wait for each other: half of those that are resident at once, so that two streams can.
 
-    Of a row that would be read twice otherwise they may be all. registers: as `parts_held`.
+    They may be all of these, if the row would be read twice otherwise. registers: as `parts_held`.
     """
     return parts_held(plan, device, registers) // 2
 
 
 def parts_held(plan: RowPlan, device: Device, registers: int | None = None) -> int:
-    """Parts that reside at once. registers: of a thread at most; those of softmax's own kernels if None."""
+    """Parts that are resident at once. registers: of a thread at most; None for those of softmax's own kernels."""
     held = -(-plan.inputs * plan.pieces * plan.block_cols * plan.itemsize // (4 * 32 * plan.num_warps))
     registers = registers or (ALL_REGISTERS if plan.alignment == "scalar" else SPLIT_REGISTERS.rung(held)[1])
     resident = device.registers // (32 * plan.num_warps * registers)
@@ -382,10 +386,10 @@ def parts_held(plan: RowPlan, device: Device, registers: int | None = None) -> i
 
 
 def fetches_ahead(plan: RowPlan, device: Device, itemsize: int, *, causal: bool = False) -> bool:
-    """Whether programs of a plan ask L2 for the data of later ones: only sm_90 and newer can.
+    """Whether programs of a plan ask L2 for the data of later programs. Only sm_90 and newer can.
 
-    itemsize: of the tensor that is read, which the plan's may exceed: then boundaries of 16 bytes are elsewhere,
-        which rows of fp8 alone are told.
+    itemsize: of the tensor that is read. If it is less than the plan's, boundaries of 16 bytes are elsewhere, and only
+        the kernels for rows of fp8 know.
     causal: rows end at different columns, and the data ahead is not read next. 2048 x 2048 0.85, fetched 0.80.
     """
     able = device.backend == "cuda" and device.capability >= (9, 0)

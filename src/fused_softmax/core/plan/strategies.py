@@ -41,16 +41,17 @@ class RowPlan:
     full_pieces: how many leading pieces of a part need no mask, in any part of any row.
     parts: programs that share one row; 1 in tile and row.
     copies: copies of a row's slots, each polled by its share of the row's programs (split).
-    lanes: lanes that poll a row's slots, one a part; all warps poll 32 lanes, of more each warp polls its own.
+    lanes: lanes that poll a row's slots, one a part. If they are 32, all warps poll them; if they are more, each warp
+    polls its own.
     poll_last_first: whether programs await the last part of their row before they poll the others.
     prefetch: how many programs ahead, in launch order, a program asks L2 to fetch; 0 is none.
-    vector: elements of one access; 1 where rows of input and output are not aligned alike ("scalar").
+    vector: elements of one access; 1 if rows of input and output are not aligned alike ("scalar").
     alignment: "even", every row starts and ends on 16 bytes; "shifted", an aligned body with guarded edges.
     reasons: why the plan is as it is, and on which measurement, a sentence for each decision.
     same_rows: the least and the greatest n_rows for which the same planning call gives this plan but for n_rows.
     batch_invariant: whether nothing of it but n_rows follows from the number of rows.
 
-    Two plans are equal that launch the same; the last three do not count.
+    Two plans are equal if they launch the same: the last three fields do not count.
     """
 
     strategy: Strategy
@@ -99,10 +100,11 @@ class RowPlan:
         }  # fmt: skip
 
     def most_registers(self, device: Device, besides: int) -> int | None:
-        """Registers of a thread that a split kernel is held to, unless values spill by it; None: what it takes.
+        """Registers of a thread that a split kernel is held to, unless values spill by it; None without a limit.
 
-        besides: how many it needs in addition to those that hold a row. Both numbers say how many programs reside on a
-        multiprocessor, and these share all of its registers. Left alone, the compiler takes more, and fewer reside.
+        besides: how many it needs in addition to those that hold a row. Both numbers say how many programs are resident
+        on a multiprocessor, and these share all of its registers. Without a limit, the compiler takes more, and fewer
+        programs are resident.
         """
         if self.strategy != "split" or self.itemsize == 8 or device.capability[0] != H200.capability[0]:
             return None
@@ -124,7 +126,7 @@ class RowPlan:
         return self.n_rows * self.n_cols
 
     def data(self) -> dict[str, Any]:
-        """The decision as a flat dict for JSON: what counts where plans are compared."""
+        """The decision as a flat dict for JSON: the fields that count when plans are compared."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
 
     def for_rows(self, n_rows: int) -> "RowPlan | None":
@@ -149,7 +151,7 @@ class RowPlan:
 class Rows(NamedTuple):
     """The rows that a plan is for. Made by `rows_of`, which checks them.
 
-    held: (inputs, itemsize). Ladders are found by it, or by work.
+    held: (inputs, itemsize). Ladders are found by it, or by `work`.
     body: the longest that the aligned part of a row can be.
     batch_invariant: whether nothing of a plan but n_rows may follow from the number of rows.
     """
@@ -171,10 +173,10 @@ def rows_of(
     n_rows: int, n_cols: int, itemsize: int, inputs: int, alignment: Alignment, device: Device,
     work: Work | None = None, batch_invariant: bool = False,
 ) -> Rows:  # fmt: skip
-    """The rows, with the alignment that such a length allows. ValueError for a shape of nothing.
+    """The rows, with the alignment that their length allows. ValueError for a shape of nothing.
 
     work: softmax or its gradient, by the number of inputs, unless told.
-    batch_invariant: rows then do not start anywhere against 16 bytes: what stands before the first boundary would be
+    batch_invariant: rows then start on 16 bytes or are read by elements. What stands before the first boundary would be
         summed by itself, and would differ from row to row.
     """
     if n_rows < 1 or n_cols < 1:
@@ -260,9 +262,9 @@ def split(rows: Rows, choices: Choices) -> Shape:
 
 
 def _few_rows(rows: Rows, largest: int, num_warps: int) -> tuple[int, int, bool, Span, int]:
-    """Columns of a part, warps of a program, whether rows are few, for which rows all that is so, and how many are few.
+    """(columns of a part, warps of a program, whether rows are few, for which rows this holds, how many rows are few).
 
-    Rows are few where smaller parts than the largest are still no more than fill the chip.
+    Rows are few if parts that are smaller than the largest ones still do no more than fill the chip.
     """
     found, above = None, 0
     for part_cols, warps, programs, most_parts in _few_rows_parts(rows):
@@ -280,12 +282,12 @@ def _few_rows_parts(rows: Rows) -> Ladder:
 
 
 def _equal_parts(body: int, part_cols: int) -> int:
-    """Columns of parts of equal length, whole cache lines, so that all but the last piece of a part need no mask."""
+    """Columns of equal parts in whole cache lines, so that only the last piece of a part needs a mask."""
     return -(-body // -(-body // part_cols) // 64) * 64
 
 
 def _whole_parts(body: int, part_cols: int, block_cols: int) -> int:
-    """Columns of equal parts of about `part_cols` that need no mask, as pieces divide the row; 0 if none do."""
+    """Columns of equal parts of about `part_cols` that need no mask, because pieces divide the row; 0 if none do."""
     longer, than = WHOLE_PARTS
     pieces, remain = divmod(body, block_cols)
     most = part_cols // block_cols
@@ -353,7 +355,7 @@ def build(
     prefetch = choices.get("prefetch", fetched // (block_rows * part_cols * rows.itemsize * rows.inputs))
     if strategy == "stream" or rows.alignment == "scalar":
         prefetch = 0
-    if prefetch:  # and more programs than it looks ahead
+    if prefetch:  # there must be more programs than it looks ahead
         most_rows = prefetch // parts * block_rows
         same_rows = both(same_rows, side_of(rows.n_rows, most_rows))
         prefetch = prefetch if rows.n_rows > most_rows else 0

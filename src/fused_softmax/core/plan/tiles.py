@@ -124,10 +124,10 @@ def longest(work: Work, alignment: Alignment, itemsize: int) -> int:
 
 
 def tiles_of(work: Work, alignment: Alignment, itemsize: int, n_cols: int) -> Ladder | None:
-    """The ladder that has a rung for such a row, if one has: that of the work, or else that of softmax."""
+    """The ladder that has a rung for such a row: the work's own, else softmax's; None if neither has one."""
     for each in (work, "forward"):
         ladder = TILES.get((each, alignment, itemsize))
-        # Of even rows softmax's ladder is for those that tiles of 128 columns do not divide, and its gradient has none.
+        # Of even rows, softmax's ladder has those that tiles of 128 columns do not divide; its gradient has none.
         whole = (
             each == "forward"
             and alignment == "even"

@@ -18,7 +18,10 @@ SCHEMA = 1
 
 
 def path() -> Path:
-    """What FUSED_SOFTMAX_PLANS names, else plans.json in the user's folder of configuration, by the XDG rules."""
+    """The file of the table.
+
+    FUSED_SOFTMAX_PLANS names it; else it is plans.json in the user's folder of configuration, by the XDG rules.
+    """
     if named := os.environ.get(VARIABLE):
         return Path(named)
     config = os.environ.get("XDG_CONFIG_HOME", "")
@@ -26,7 +29,7 @@ def path() -> Path:
 
 
 def table_for(gpu: str) -> Table | None:
-    """The table for a GPU by its name, or None: where there is no file, where it has none for it, where it is bad."""
+    """The table for a GPU by its name. None if there is no file, if the file has none for it, or if the file is bad."""
     try:
         where = path()
         return load(where).get(gpu) if where.exists() else None

@@ -192,8 +192,9 @@ def _refusing(stats: dict[str, Tensor], beside: Tensor) -> dict[str, Tensor]:
 def _readied(
     given: Inputs, lead: tuple[int, ...], enable_gqa: bool, cast: torch.dtype | None
 ) -> Callable[..., Inputs] | None:
-    """What makes tensors like these of autocast's dtype, and query, key and value of the same leading shape, by views,
-    with a dim of heads; None if they are so.
+    """What makes tensors like these ready; None if they are ready.
+
+    They get autocast's dtype, and a dim of heads. query, key and value get the same leading shape, by views.
     """
     dtype = None if all(each.dtype == cast for each in given[:3]) else cast
     led = lead or (1,)
@@ -270,14 +271,14 @@ class _Attention(torch.autograd.Function):
         return *gradients(Inputs(*given), ctx.how, do, dlse, output, lse, ctx.needs_input_grad[:6]), None, None
 
 
-# As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+# As its apply, without its search for functorch's wrappers: a call under a transform does not come here.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
 def gradients(
     given: Inputs, how: Attention, do: Tensor | None, dlse: Tensor | None, output: Tensor, lse: Tensor, asked: Any
 ) -> tuple[Tensor | None, ...]:
-    """Those that are asked for, of query, key, value, attn_mask, bias and sinks."""
+    """The gradients that are asked for, of query, key, value, attn_mask, bias and sinks."""
     asked = [bool(each) for each in asked]
     if do is None and dlse is None:
         return (None,) * 6
@@ -317,7 +318,7 @@ def _looked_up(given: Inputs, how: Attention, do, dlse, output, lse, asked: tupl
 def differentiable_gradients(
     given: Inputs, how: Attention, do: Tensor | None, dlse: Tensor | None, asked: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The same composed of torch's operations, for a second derivative."""
+    """The gradients, composed of torch's operations, for a second derivative."""
     with torch.enable_grad(), autocast.off(given.query):
         given = Inputs(*apart(*given))
         output, lse, _ = composed(given, how, arithmetic_of(given.query), return_lse=True)

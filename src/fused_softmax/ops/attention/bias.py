@@ -17,7 +17,7 @@ _PROGRAMS = 2  # a multiprocessor, that the parts of a gradient are to give
 class BiasGradient:
     """The gradient of a mask or bias that is broadcast, in the shape that it is laid out in.
 
-    launch: None where there is nothing to sum. parts: of the sum, each of which a launch writes in made_dtype.
+    launch: None if there is nothing to sum. parts: of the sum; a launch writes each of them in made_dtype.
     """
 
     launch: Launch | None
@@ -36,7 +36,7 @@ class BiasGradient:
 
 
 def prepare_bias(c: Call, name: str, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> BiasGradient:
-    """name: "mask" or "bias", and dtype: of which the gradient is."""
+    """name: "mask" or "bias", whose gradient is made, in this dtype."""
     from fused_softmax.ops.attention.kernels.gradient import _bias_gradient
 
     pattern, tiles, shape = c.patterns[name], c.plan.bias, c.own[name]

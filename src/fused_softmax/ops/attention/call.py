@@ -1,7 +1,7 @@
 """A call of attention as its launches take it: sizes, strides, and how each tensor is made ready for them.
 
-A pass that is to be prepared is one object, `Forward` or `Backward`, which ways are asked about and prepared by. It
-holds tensors like those that the pass will be called with, so nothing that is kept holds it.
+A pass that is to be prepared is one object, `Forward` or `Backward`. Ways are asked whether they take it, and one of
+them prepares it. It holds tensors like those that the pass will be called with, so nothing that is kept holds it.
 """
 
 import math
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Those that are not asked for are None; lse is there always."""
+    """The results of a pass; None for what is not asked for. lse is always there."""
 
     output: Tensor
     lse: Tensor
@@ -56,7 +56,7 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Those that are not asked for are None."""
+    """Gradients; None for those that are not asked for."""
 
     query: Tensor | None
     key: Tensor | None
@@ -78,7 +78,7 @@ class Wanted(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A prepared kernel, and what of a pass's tensors it takes: `run(*takes(tensors))`."""
+    """A prepared kernel, and which of a pass's tensors it takes: `run(*takes(tensors))`."""
 
     run: Callable[..., None]
     takes: Callable[[tuple], tuple]
@@ -90,15 +90,15 @@ Preparing = Callable[[], Launch]
 class Call:
     """What the launches of a call share: sizes, strides, and how each tensor is made ready for them.
 
-    how: its options. dtype: of query, key and value. device: their index, -1 of a CPU under the interpreter; gpu: what
+    how: its options. dtype: of query, key and value. device: their index, -1 of a CPU under the interpreter. gpu: what
     the planner knows of it.
-    lead: the leading sizes less the heads; inner: the second of the two dims that these are numbered over.
+    lead: the leading sizes without the heads. inner: the second of the two dims over which these are numbered.
     group: how many heads of query share one of key and value. shape: of scores, [*lead, n_heads, n_queries, n_keys].
-    ready: what makes a tensor ready, by its name; those that are taken as they lie have no entry.
-    strides: of ready tensors by name, of (outer, inner, head, row) or, of a mask and bias, (outer, inner, head, query,
-    key), or (outer, inner, head) of slopes; None of one that the call goes without.
+    ready: by name, what makes a tensor ready; tensors that are taken as they lie have no entry.
+    strides: of ready tensors by name: (outer, inner, head, row); of a mask and bias (outer, inner, head, query, key);
+    of slopes (outer, inner, head); None if the call goes without one.
     own: sizes of a mask, bias and slopes themselves. patterns: of a mask and bias, against those of the call.
-    spec: what all kernels are compiled for, less their tiles. plan: the tiles of the plain kernels.
+    spec: what all kernels are compiled for, without their tiles. plan: the tiles of the plain kernels.
     """
 
     how: Attention
@@ -162,7 +162,7 @@ class Call:
 
     @cached_property
     def window(self) -> int | None:
-        """Keys that each query sees, where the window has a bound on both sides."""
+        """How many keys each query sees, if the window has a bound on both sides."""
         left, right = self.how.left, self.how.right
         return None if left is None or right is None else left + right + 1
 
@@ -222,14 +222,14 @@ class Call:
         )  # fmt: skip
 
     def strides_of(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
+        """The strides of a tensor that exists."""
         strides = self.strides[name]
         assert strides is not None
         return strides
 
     @cached_property
     def stats_refused(self) -> str:
-        """Why a kernel that stores output and lse alone does not take the call; empty where it does."""
+        """Why a kernel that stores only output and lse does not take the call; empty if it does."""
         asked = [name for name in ("entropy", "row_max") if getattr(self.how, name)]
         return f"its kernel computes no {' and no '.join(asked)}" if asked else ""
 
@@ -244,7 +244,7 @@ class Call:
 
     @cached_property
     def _left(self) -> int | None:
-        """None where no key is so far to the left that it is hidden."""
+        """The window's left bound; None if no key is so far to the left that it is hidden."""
         left, most = self.how.left, self.n_queries - 1 + self._offset
         return None if left is None or left >= most else left
 
@@ -255,7 +255,7 @@ class Call:
 
     @cached_property
     def n_seen(self) -> int:
-        """Keys that some query sees: all others are hidden by the window or causality."""
+        """How many keys some query sees: the window or causality hides all others."""
         offset = self._offset
         begin = 0 if self._left is None else max(0, offset - self._left)
         end = self.n_keys if self._right is None else min(self.n_keys, self.n_queries + offset + self._right)
@@ -263,7 +263,7 @@ class Call:
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """What kernels' parameters of these names get, where a launch gives no others."""
+        """What parameters of these names get, if a launch gives no other values."""
         return {f"{name}_strides": each for name, each in self.strides.items()} | {
             "n_inner": self.inner, "n_batches": self.n_batches, "n_heads": self.n_heads, "group": self.group,
             "n_queries": self.n_queries, "n_keys": self.n_keys, "left": self._left or 0, "right": self._right or 0,
@@ -291,8 +291,9 @@ class Call:
     ) -> Launch:  # fmt: skip
         """A launch whose arguments are found by the names of the kernel's parameters.
 
-        `q_ptr` is the tensor q, and `q_map` the descriptor of it among maps; None where a call goes without. All others
-        are numbers: values, or the call's own. own: tensors that are not the pass's, which `run` gets after those.
+        `q_ptr` is the tensor q, and `q_map` its descriptor among maps; None if a call goes without. All others are
+        numbers: values, or the call's own. own: tensors that do not belong to the pass; `run` gets them after those
+        that do.
         """
         numbers, places = self.numbers | dict(values), {name: i for i, name in enumerate(tensors)}
         by_kind = {"_ptr": {**tensors, **(own or {})}, "_map": maps or {}}
@@ -324,7 +325,7 @@ class Call:
 
 
 def _loads_as_it_lies(tensor: Tensor) -> bool:
-    """Whether kernels load rows as they lie; else they get a copy. Of 16 bits they load vectors."""
+    """Whether kernels load rows as they lie; otherwise they get a copy. 16-bit rows are loaded as vectors."""
     if (tensor.stride(-1) != 1 and tensor.shape[-1] > 1) or tensor.stride(-2) >= _MOST_STRIDE:
         return False
     steps = [step for n, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
@@ -356,7 +357,7 @@ class Pass:
 
     @cached_property
     def widens(self) -> bool:
-        """Whether heads of 16 bits are widened: loading rows by elements takes long, and ptxas errs with them.
+        """Whether heads of 16 bits are widened: loading rows by elements takes long, and ptxas makes mistakes with it.
 
         `plan.tiles.blocks_of` says how.
         """
@@ -382,7 +383,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Made:
-    """Makes empty results, of which column sums begin at 0."""
+    """Makes empty results. Column sums begin at 0."""
 
     stats: tuple[str, ...]
     columns: tuple[int, ...]
@@ -458,5 +459,5 @@ class Backward(Pass):
 
     @cached_property
     def full_beside(self) -> list[str]:
-        """Those of them that are broadcast over nothing, so that their gradient is dS."""
+        """Those that are broadcast over nothing, so that their gradient is dS."""
         return [name for name in self.wanted_beside if self.call.patterns[name].full]

@@ -1,4 +1,4 @@
-"""Passes of attention, prepared once for tensors like those at hand: by which way, its launches and allocations."""
+"""Passes of attention, prepared once for tensors like those at hand: which way, its launches and allocations."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -104,12 +104,12 @@ def _prepare_plain(asked: Forward, tiles: Tiles) -> Launch:
 
 
 def _of_record(c: Call, device: torch.device) -> Callable[[], Tensor]:
-    """Makes what `_delta` records: three numbers of each query."""
+    """Makes an empty record for `_delta`: three numbers of each query."""
     return maker((c.all_heads, 3 * c.n_queries), torch.float32, device)
 
 
 def _prepare_delta(c: Call, tensors: Tensors) -> Launch:
-    """`_delta` on those of its tensors that there are."""
+    """`_delta` with those of its tensors that exist."""
     from fused_softmax.ops.attention.kernels.gradient import _delta
 
     tiles, programs = Tiles(GRANULE, 32, 4, 1), blocks(c.n_queries, GRANULE) * c.all_heads
@@ -117,7 +117,7 @@ def _prepare_delta(c: Call, tensors: Tensors) -> Launch:
 
 
 class _Own(NamedTuple):
-    """What a backward pass makes, or what makes it, by the names of kernels' parameters; None of what is not needed."""
+    """What a backward pass makes, or what makes it, by the names of parameters; None for what is not needed."""
 
     record: Any
     coarse: Any
@@ -132,9 +132,9 @@ class _Own(NamedTuple):
 class _ByLaunches:
     """Gradients by launches on tensors that they share.
 
-    makers: of what is not given. launches: of `_delta`, and then of dK and dV, and of dQ. by_ds: what computes those
-    and the bias's in their place. beside: of a mask and bias whose gradients have launches of their own; full: names of
-    those whose gradient is dS as it is. clears: whether no launch of dQ makes `coarse` 0 again.
+    makers: of what is not given. launches: of `_delta`, then of dK and dV, and of dQ. by_ds: what computes these and
+    the bias's gradient in their place. beside: of a mask and bias whose gradients have launches of their own. full:
+    names of those whose gradient is dS as it is. clears: whether no launch of dQ sets `coarse` back to 0.
     """
 
     call: Call
@@ -210,7 +210,7 @@ def _prepare_launches(asked: Backward, plan: StoredDs | AttentionPlan) -> _ByLau
 
 
 def _of_coarse(device: int) -> Callable[[], Tensor]:
-    """Makes what tells the kernel of dK and dV that some lse is too coarse: 0 before and after a call."""
+    """Makes the number that tells the kernel of dK and dV of lse that is too coarse: 0 before and after a call."""
     if device >= 0:
         return partial(workspace.slots, device, 1, 1, _COARSE)
     coarse = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -225,13 +225,13 @@ def _of_keys(c: Call, dim: int, device: torch.device) -> Callable[[], Tensor]:
 
 
 def _of_ds(asked: Backward, device: torch.device) -> Callable[[], Tensor]:
-    make = torch.zeros if asked.how.bounded else torch.empty  # what is hidden is not visited
+    make = torch.zeros if asked.how.bounded else torch.empty  # kernels do not visit what is hidden
     dtypes = [asked.beside[name].dtype for name in asked.full_beside]
     return partial(make, asked.call.shape, dtype=reduce(torch.promote_types, dtypes), device=device)
 
 
 def _plain_keys(c: Call, tiles: Tiles, tensors: Tensors) -> list[Preparing]:
-    """Two launches, of which one has nothing to do: `coarse` says which."""
+    """Two launches, of which one returns at once: `coarse` says which."""
     from fused_softmax.ops.attention.kernels.gradient import _keys_gradient
 
     programs = blocks(c.n_keys, tiles.block_n) * c.n_batches * c.key_heads
@@ -247,7 +247,7 @@ def _plain_queries(c: Call, tiles: Tiles, tensors: Tensors) -> list[Preparing]:
 
 
 def _by_kernels(prepare: Callable[[Backward, Any], Callable[..., Gradients]], asked: Backward, plan: Any):
-    """Gradients of heads as they are given, by kernels that take them widened, and outputs that are contiguous."""
+    """Gradients of heads as they are given, by kernels that take widened heads and contiguous outputs."""
     made, widens = prepare(asked, plan), asked.widens
     if not widens and asked.output.is_contiguous():
         return made

@@ -1,6 +1,6 @@
-"""The kernels for sm_90: which calls they take, of tensors that TMA can read as they lie, and their launches.
+"""The kernels for sm_90: which calls they take, with tensors that TMA can read as they lie, and their launches.
 
-The gradients of heads of more than 128 dims have kernels of their own, launched as the others are.
+The gradients of heads of more than 128 dims have kernels of their own, which are launched like the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ def forward_plan(asked: Forward) -> HopperTiles | str:
 
 
 def keys_plan(asked: Backward) -> HopperTiles | str:
-    """Of dK and dV."""
+    """The plan of the kernel of dK and dV."""
     return _plan(asked, "keys", "q", "k", "v", "do")
 
 
 def queries_plan(asked: Backward) -> HopperTiles | str:
-    """Of dQ."""
+    """The plan of the kernel of dQ."""
     if asked.full_beside:
         return f"the gradient of the {asked.full_beside[0]} is dS, which its kernel does not store"
     return _plan(asked, "queries", "q", "k", "v", "do")
@@ -57,13 +57,13 @@ def _plan(asked: Pass, kernel: str, *read: str) -> HopperTiles | str:
 
 
 def _reads_slopes(c: Call) -> bool:
-    """Whether they lie as [heads] or [batches, heads]."""
+    """Whether slopes lie as [heads] or [batches, heads]."""
     _, of_batches, of_heads = c.strides_of("slopes")
     return of_heads == (c.n_heads > 1) and of_batches in (0, c.n_heads)
 
 
 def _tiles_bias(c: Call, bias: Any) -> bool:
-    """Whether TMA reads it: a row of its own for each query, one element for each key."""
+    """Whether TMA reads the bias: each query has a row of its own, and each key one element."""
     own, strides = c.patterns["bias"].own, c.strides_of("bias")
     if bias.dtype != c.dtype or own[0] > 1 or own[3:] != (c.n_queries, c.n_keys) or bias.data_ptr() % 16:
         return False
@@ -72,7 +72,7 @@ def _tiles_bias(c: Call, bias: Any) -> bool:
 
 
 def untiled(asked: Pass, *names: str) -> str:
-    """Why TMA does not read these tensors: batches in one dim, and steps of 16 bytes; empty where it does."""
+    """Why TMA does not read these tensors; empty if it does. It wants batches in one dim, and steps of 16 bytes."""
     c = asked.call
     if c.inner != c.n_batches:
         return "batches lie in two dims"
@@ -102,8 +102,7 @@ def prepare_forward(asked: Forward, plan: HopperTiles) -> Launch:
 def prepare_keys(c: Call, plan: HopperTiles, tensors: Tensors, first_head: int | None = None) -> list[Preparing]:
     """What prepares the launches that compute dK and dV.
 
-    first_head: where dS is kept, [batch, head of queries, query, key], of as many heads from that one of the keys' on
-    as it has.
+    first_head: if dS is kept, [batch, head of queries, query, key], the first of the keys' heads that it belongs to.
     """
     if plan.wide:
         from fused_softmax.ops.attention.kernels.hopper.wide import _keys_gradient_wide as kernel
@@ -153,14 +152,14 @@ def _turns(c: Call, head_tiles: int, heads: int) -> dict[str, Any]:
 
 
 def rows_shape(c: Call) -> tuple[int, int, int]:
-    """Of what `_delta` stores for these kernels: rows of floats that TMA reads."""
+    """The shape of what `_delta` stores for these kernels: rows of floats that TMA reads."""
     return c.all_heads, 2, blocks(c.n_queries, ROW_VECTOR) * ROW_VECTOR
 
 
 def _rate(c: Call) -> tuple[float, float]:
-    """(rate, cap) of scores in units of log 2, as `capped` takes them; without a softcap the rate alone is of use.
+    """(rate, cap) for scores in units of log 2, as `capped` takes them. Without a softcap only the rate is used.
 
-    With a bias the rate is the scale, for the bias is added in natural units.
+    With a bias the rate is the scale, because the bias is added in natural units.
     """
     if c.spec.bias:
         return float(c.how.scale), 1.0
@@ -185,9 +184,9 @@ def _spec(c: Call, plan: HopperTiles, **fields: Any) -> HopperSpec:
 
 
 def maps_of(c: Call, tensors: Tensors, rows: Mapping[str, int], block_d: int, block_v: int) -> dict[str, Any]:
-    """Descriptors by name, in tiles of so many rows, each as wide as the power of two that holds the dims.
+    """Descriptors by name, in tiles of so many rows. A tile is as wide as the power of two that holds the dims.
 
-    [batch, head, row, dim] of what is read, and [head of all, row, dim] of results.
+    [batch, head, row, dim] for what is read, and [head of all, row, dim] for results.
     """
     found = {}
     for name, n in rows.items():
@@ -203,7 +202,7 @@ def maps_of(c: Call, tensors: Tensors, rows: Mapping[str, int], block_d: int, bl
 
 
 def _map_of_bias(c: Call, tensors: Tensors, rows: int, cols: int) -> dict[str, Any]:
-    """[batch, head, query, key], where 1 is the size of what it is broadcast over."""
+    """[batch, head, query, key], with 1 for a dim over which the bias is broadcast."""
     if not c.spec.bias:
         return {}
     shape = list(c.patterns["bias"].own[1:])
@@ -212,7 +211,7 @@ def _map_of_bias(c: Call, tensors: Tensors, rows: int, cols: int) -> dict[str, A
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int], of_one: int) -> list[int]:
-    """Strides of all dims but the last, which is contiguous; of_one: that of a dim of one."""
+    """Strides of all dims but the last, which is contiguous. of_one: the stride of a dim of size 1."""
     return [*(step if n > 1 else of_one for n, step in zip(shape, strides, strict=False)), 1]
 
 

@@ -1,7 +1,7 @@
-"""The gradients of a call whose bias has one, on sm_90: the kernel of dK and dV keeps dS, of which the others are made.
+"""The gradients of a call whose bias has one, on sm_90: the kernel of dK and dV keeps dS, from which others follow.
 
-dQ is the product of dS and the keys, and the bias's gradient the sum of dS over what the bias is broadcast over. Where
-keys are few and batches share the bias, one kernel computes both; elsewhere torch does. dS is that of some heads at a
+dQ is the product of dS and the keys, and the bias's gradient is the sum of dS over what the bias is broadcast over. If
+keys are few and batches share the bias, one kernel computes both; otherwise torch does. dS is made for some heads at a
 time, in the inputs' dtype, so that it takes bounded memory.
 """
 
@@ -25,7 +25,7 @@ _PROGRAMS, _LEAST_BATCHES = 2, 4  # of a multiprocessor, and those of each part,
 class StoredDs:
     """tiles: of the kernel of dK and dV. heads: of keys, whose dS is kept at a time.
 
-    width: of a row of dS, as TMA wants it. of_head: elements of dS of a head of keys.
+    width: of a row of dS, as TMA wants it. of_head: elements of dS for one head of keys.
     """
 
     tiles: HopperTiles
@@ -54,7 +54,7 @@ def stored_ds_plan(asked: Backward) -> StoredDs | str:
 
 @dataclass(frozen=True)
 class _Turn:
-    """The heads of keys from `first` to `last`: what stores their dS, and what reads it once, if anything does."""
+    """The heads of keys from `first` to `last`: what stores their dS, and what reads it by one launch, if anything."""
 
     first: int
     last: int
@@ -95,7 +95,7 @@ class GradientsByDs:
         return torch.empty(self.plan.heads * self.plan.of_head, dtype=self.call.dtype, device=self.device)
 
     def _ds_of(self, room: Tensor, n: int) -> Tensor:
-        """Of n heads of keys."""
+        """dS of n heads of keys."""
         c, plan = self.call, self.plan
         return room[: n * plan.of_head].view(c.n_batches, n * c.group, c.n_queries, plan.width)
 
@@ -107,7 +107,7 @@ class GradientsByDs:
         for turn in self.turns:
             ds, of_queries = self._ds_of(room, turn.last - turn.first), slice(turn.first * c.group, turn.last * c.group)
             if c.how.bounded:
-                ds.zero_()  # what is hidden is not visited
+                ds.zero_()  # the kernel does not visit what is hidden
             every = (*tensors[:-4], dk, dv, dq, ds)
             for launch in turn.keys:
                 launch.run(*launch.takes(every))
@@ -148,9 +148,9 @@ class _Both:
 
 
 def _prepare_both(c: Call, tensors: Tensors, first_head: int) -> _Both | None:
-    """None where a program has no room for all keys, or the bias is not shared.
+    """None if a program has no room for all keys, or if the bias is not shared.
 
-    tensors: those of a pass; dS is of the heads of keys from first_head.
+    tensors: those of a pass; dS is that of the heads of keys from first_head on.
     """
     from fused_softmax.ops.attention.kernels.hopper.ds import _product_and_sum
 

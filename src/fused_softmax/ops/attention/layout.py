@@ -1,7 +1,7 @@
-"""Where the heads of a call lie: all leading dims but the heads, as two that every tensor has a stride for.
+"""Where the heads of a call lie: all leading dims but the heads, as two dims along which every tensor has a stride.
 
-A mask's pattern, what it is broadcast over, is kept: it is laid out by strides of 0 and never expanded, and its
-gradient is summed over what has them.
+A mask keeps its pattern, the dims over which it is broadcast: these have strides of 0, so the mask is never expanded,
+and its gradient is summed over them.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +31,10 @@ class Pattern(NamedTuple):
 
 
 class Groups:
-    """Leading dims, some side by side merged, so that two strides of each tensor tell where a batch lies.
+    """Leading dims, with neighbours merged, so that two strides of each tensor tell where a batch lies.
 
     expanded: the tensors as views of the same leading shape. own: of each its own leading sizes, 1 where it is
-    broadcast. `fits` is False where no two strides do: the tensors are then to be made contiguous.
+    broadcast. `fits` is False if two strides are too few: the tensors then have to be made contiguous.
     """
 
     def __init__(self, lead: Sequence[int], expanded: Sequence[Tensor], own: Sequence[Sequence[int]]):
@@ -63,7 +63,7 @@ class Groups:
         return sizes[0], sizes[1]
 
     def strides(self, tensor: Tensor, n_dims: int) -> tuple[int, ...]:
-        """Of (outer, inner) and the n_dims dims after the leading ones; 0 of a dim of one."""
+        """Strides of (outer, inner) and of the n_dims dims after the leading ones; 0 for a dim of size 1."""
         found = [0, 0]
         for i, dims in enumerate(reversed(self._dims)):
             found[1 - i] = tensor.stride(dims[-1])
@@ -91,10 +91,10 @@ class Groups:
 def skipping(
     mask: Tensor | None, strides: Sequence[int] | None, rows: bool, n_keys: int, copied: bool
 ) -> tuple[bool, int]:  # fmt: skip
-    """Whether tiles that a mask hides whole are found, and how many of its keys are looked at together.
+    """Whether tiles that a mask hides as a whole are found, and how many of its keys are looked at together.
 
     strides: of (outer, inner, head, query, key). rows: whether it differs between queries. It is then looked at 8 bytes
-    at a time, since single ones take long. copied: whether it is made contiguous first.
+    at a time, because single ones take long. copied: whether it is made contiguous first.
     """
     if mask is None or strides is None or strides[4] != 1:
         return False, 1

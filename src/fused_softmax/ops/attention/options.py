@@ -150,8 +150,8 @@ def without_causal_bias(
 ) -> tuple[Beside, Any, Any]:  # fmt: skip
     """(the tensors beside, is_causal, causal_align) of a call whose attn_mask or bias is a CausalBias of torch's.
 
-    It becomes causality, or a bool mask where what else is aligned as causality is lies otherwise. cast: as in
-    `attention_of`.
+    It becomes causality. It becomes a bool mask if other things that are aligned as causality are aligned otherwise.
+    cast: as in `attention_of`.
     """
     for argument, tensor in (("query", query), ("key", key)):
         _check_tensor(argument, tensor, query, cast)

@@ -25,7 +25,7 @@ class AttentionOutput(NamedTuple):
     """
 
     output: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     lse: Tensor | Any
     stats: dict[str, Tensor]
 

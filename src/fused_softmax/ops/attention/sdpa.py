@@ -67,7 +67,7 @@ def _entry(which: Pass, asked: AttentionPass) -> Entry | str:
 
 
 def not_plain(given: Inputs, how: Attention) -> str | None:
-    """What of a call cuDNN does not compute; None where it is query, key and value, and at most top-left causality."""
+    """What in a call cuDNN does not compute; None for query, key and value with top-left causality at most."""
     query = given.query
     beside = [name for name, each in given._asdict().items() if each is not None][3:]
     causal = (how.left, how.right, how.offset(query.shape[-2], given.key.shape[-2])) == (None, 0, 0)

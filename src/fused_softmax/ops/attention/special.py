@@ -1,4 +1,4 @@
-"""Attention by other kernels than the general ones: which calls they take, and their launches, each prepared once.
+"""Attention by kernels for special cases: which calls they take, and their launches, each prepared once.
 
 Short: all queries and keys of a head are one tile. Decode: few queries over many keys, whose parts are merged. Window:
 narrow windows on sm_90.
@@ -50,7 +50,10 @@ def prepare_decode(asked: Forward, plan: DecodePlan) -> Launch:
 
 @dataclass(frozen=True)
 class _Between:
-    """What the parts of each of `groups` leave for each other: their states, and the tickets that say who is last."""
+    """What the parts of each of `groups` store for each other.
+
+    These are their states, and the tickets that tell which part is last.
+    """
 
     device: int
     groups: int

@@ -1,6 +1,6 @@
-"""Ways to compute a pass of attention: tables in which the first way that takes a pass computes it.
+"""Ways to compute a pass of attention. In each table, the first way that takes a pass computes it.
 
-`explain()` listens to `chosen`, which every table is asked through.
+Every table is asked through `chosen`, to which `explain()` listens.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 class Way(NamedTuple):
     """One way to compute a pass.
 
-    plan: the record by which it takes a pass, or as a str why it does not. It launches and allocates nothing.
-    prepare: of a pass, that record and what else a table's ways take, what computes it.
+    plan: the record by which it takes a pass, or a str that says why it does not. It launches and allocates nothing.
+    prepare: from a pass, that record and what else a table's ways take, it makes what computes the pass.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Way(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which way takes a pass, and by which plan. refused: of each way before it, by name, why it does not."""
+    """Which way takes a pass, and by which plan. refused: by name, why each way before it does not."""
 
     of: str
     way: Way
@@ -32,7 +32,10 @@ class Choice(NamedTuple):
 
 
 def chosen(of: str, ways: Sequence[Way], asked: Any) -> Choice:
-    """The first of these ways that takes a pass; the last takes every one. of: what of a call it computes."""
+    """The first of these ways that takes a pass. The last one takes every pass.
+
+    of: the part of a call that it computes.
+    """
     refused: dict[str, str] = {}
     for way in ways:
         plan = way.plan(asked)

@@ -179,7 +179,7 @@ def cross_entropy(
 def key_of(
     ignore_index, reduction, label_smoothing, softcap, scale, lse_square_scale, wanted, batch_invariant=False
 ) -> Any:  # fmt: skip
-    """All that a kept call depends on but tensors and the values of numbers; None where a number wants a check."""
+    """All that a kept call depends on, except tensors and the values of numbers; None if a number has to be checked."""
     if CHECK or type(ignore_index) is not int or type(batch_invariant) is not bool:
         return None
     if label_smoothing == 0 and softcap is None and scale is None and lse_square_scale == 0:
@@ -247,9 +247,9 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     inplace = wanted.inplace and reduction != "none" and needs_grad(input)
     if inplace:
         _check_inplace(input, rows, wanted)
-    # Of fp16, what loss scaling would have kept is lost before the scaled loss comes back.
+    # In fp16, gradients underflow that loss scaling would have kept, before the scaled loss comes back.
     at_once = needs_grad(input) and reduction != "none" and not wanted.stats
-    # Where lse is given, the forward pass holds no row that a gradient could be made of.
+    # If lse is given, the forward pass holds no rows from which a gradient could be made.
     at_once = at_once and (inplace or (input.dtype != torch.float16 and lse is None))
     kind = Kind(replace(loss, weight=None), wanted, result_dtype, inplace, at_once)
     numbers = tuple(options[name] for name in NUMBERS)
@@ -340,7 +340,7 @@ def _of_shards(input, target, options, wanted, lse, over):
 
 
 def _of_own_probabilities(input, target, loss: Loss, wanted: Wanted, asked: dict, sizes: tuple[int, ...], over: Over):
-    """A loss of probabilities, of whose columns each rank has its own, as of the logits'."""
+    """A loss of probabilities, of which each rank has its own columns, as it has of the logits."""
     name, shape = "cross_entropy", input.shape[:1] + input.shape[2:] if input.ndim > 1 else ()
     asked = asked | {"target_dtype": target.dtype}
     shards = shards_of(name, sizes, math.prod(shape), over, input.device, asked)
@@ -359,7 +359,7 @@ def prepare_plain(
         batch_invariant=by_environment(),
     )  # fmt: skip
     at_once = needs_grad(input) and reduction != "none" and input.dtype != torch.float16
-    # Below autograd autocast has cast nothing yet: on a GPU torch casts the operations that it composes of this one.
+    # Below autograd, autocast has cast nothing yet. On a GPU torch casts the operations of which it composes this one.
     kind = Kind(loss, Wanted(), autocast.result_dtype("cross_entropy", input), False, at_once)
     return _prepare_call(kind, input, target, weight, tuple(getattr(loss, name) for name in NUMBERS))
 
@@ -436,7 +436,7 @@ def composed(
 
 
 def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given_lse: Tensor | None):
-    """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
+    """One registered operator. It cannot write the gradient over the logits, and allocates one."""
     if given_lse is not None:
         y = torch.ops.fused_softmax.cross_entropy_given_lse.default(
             rows_of(input), target.reshape(-1), given_lse.detach().reshape(-1), *loss.traced(WITHOUT_ROWS),
@@ -457,9 +457,9 @@ def _traced(input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, given
 
 
 def _spared(input: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Logits with 0 in ignored rows: of their gradient of 0 torch makes NaN where they hold NaN or an infinity.
+    """Logits with 0 in ignored rows. Otherwise torch makes NaN of their gradient of 0, if they hold NaN or an infinity.
 
-    Where a call may look at values, they are copied only if such a row is among them.
+    If a call may look at values, logits are copied only if there is such a row.
     """
     if target.is_floating_point():
         return input

@@ -1,8 +1,8 @@
 """Divergences of a student's distribution from a teacher's, row by row, with the student's gradient.
 
-Traffic: where a mean or sum has a gradient, both are read once, and the gradient is written in the same pass if rows
-are a whole number of vectors, not of float16, and the chip holds them. Else both are read once (kl, reverse_kl) or
-twice (jsd, tvd), and in the backward pass once more, where the gradient is written.
+Traffic: if a mean or sum has a gradient, both are read once and the gradient is written in the same pass, provided that
+rows are a whole number of vectors, not of float16, and the chip can hold them. Otherwise both are read once (kl,
+reverse_kl) or twice (jsd, tvd), and once more in the backward pass, which writes the gradient.
 """
 
 from collections.abc import Sequence
@@ -214,7 +214,7 @@ def _as_rows(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_value(kind: str, target_is: str, numbers: tuple) -> Divergence:
-    """The options of a call whose numbers want no check, less temperatures of rows."""
+    """The options of a call whose numbers need no check, without temperatures of rows."""
     return _of_values(kind, target_is, *[None if isinstance(each, Tensor) else each for each in numbers])
 
 
@@ -262,9 +262,9 @@ def _rows(
 def _kind_of_numbers(
     kind, target_is, beta, scale, softcap, temperature, target_scale, target_softcap, target_temperature
 ) -> tuple | None:
-    """What a kept call depends on of numbers that change from call to call; None where one wants a check.
+    """What a kept call depends on of numbers that change from call to call; None if one has to be checked.
 
-    () of no number but a beta of 0.5, and of no temperatures.
+    (), if there is no number but a beta of 0.5, and no temperature.
     """
     if type(beta) is not float:
         return None
@@ -284,7 +284,7 @@ def _of_rows(temperature: Any) -> Tensor | None:
 
 
 def reduced(rows: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
-    """Rows' divergences as they count; of weight 0, 0."""
+    """Rows' divergences, reduced with their weights; a row of weight 0 adds 0."""
     if weight is None:
         return rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
     w = weight.detach().to(rows.dtype)
@@ -359,7 +359,7 @@ def _check_shapes(input, shape, target, given, columns, rest) -> None:
 
 
 def _options(given: dict[str, Any]) -> Divergence:
-    """With numbers in the place of those that were left out, and as floats."""
+    """The options with numbers for those that were left out, and with numbers as floats."""
     numbers = {
         name: value if isinstance(value, Tensor) else 1.0 if value is None else float(value)
         for name, value in given.items()
@@ -395,9 +395,9 @@ def _check_columns(input: Tensor, shape: tuple[int, ...], columns: Any, rest: st
 def _of_columns(
     input, target, columns, rest, options: Divergence, weight: Tensor | None, shards: Shards | None
 ) -> tuple[Tensor, Tensor, Divergence]:
-    """(the student's logits and the teacher's rows of some columns, and of the rest together, their options).
+    """(the student's logits and the teacher's rows at some columns, and of the rest if it is lumped; their options).
 
-    weight: of rows, of which those of 0 may hold anything.
+    weight: of rows; those of weight 0 may hold anything.
     """
     columns = columns.long()
     if rest == "renormalize":
@@ -409,7 +409,7 @@ def _of_columns(
             inside = (columns >= 0) & (columns < input.shape[-1])
             z = input.gather(-1, torch.where(inside, columns, 0))
             z = torch.where(inside, z, float("nan"))
-        if options.target_is != "logits":  # of which a softmax is their share of the columns
+        if options.target_is != "logits":  # a softmax of these is their share among the columns
             target = target.to(arithmetic_of(target))
             target = target.log() if options.target_is == "probs" else target
         return z, target, replace(options, target_is="logits")
@@ -426,20 +426,20 @@ def _of_columns(
     log_q = torch.cat([log_q, _log_of_rest(log_q)], -1)
     t = target.to(log_q.dtype)
     t = t.exp() if options.target_is == "log_probs" else t
-    # reverse_kl of a teacher that leaves nothing would be infinite by what rounding hides.
+    # If a teacher leaves nothing, reverse_kl would be infinite because of what rounding hides.
     least = torch.finfo(t.dtype).eps if options.kind == "reverse_kl" else 0.0
     t = torch.cat([t, (1.0 - t.sum(-1, keepdim=True)).clamp_min(least)], -1)
     return log_q, t, Divergence(kind=options.kind, beta=options.beta, target_is="probs")
 
 
 def _log_of_rest(log_q: Tensor) -> Tensor:
-    """The logarithm of what columns leave of 1; of nothing, that of the least that rounding could hide."""
+    """The logarithm of what columns leave of 1; if they leave nothing, of the least that rounding could hide."""
     left = 1.0 - log_q.exp().sum(-1, keepdim=True)
     return left.clamp_min(torch.finfo(log_q.dtype).eps).log()
 
 
 def rows_of_pair(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None = None) -> Tensor:
-    """The divergence of every row, in the leading shape. weight: 0 of rows to ignore."""
+    """The divergence of every row, in the leading shape. Rows of weight 0 are ignored."""
     target, shape = target.detach(), input.shape[:-1]
     route = _route_of(input, target, options)
     if route is Route.COMPOSED:

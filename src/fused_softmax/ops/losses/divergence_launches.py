@@ -22,10 +22,10 @@ from fused_softmax.ops.losses.launches import blocks_of, picked_of
 from fused_softmax.ops.losses.options import Divergence
 
 NUMBERS = PairNumbers._fields
-GRADIENT = "divergence_gradient"  # the name of a kept one
+GRADIENT = "divergence_gradient"  # the name by which it is kept
 _MERGED = 32  # rows that a program merges
 _BESIDES, _BESIDES_TVD = 48, 90  # registers of a thread besides those that hold a pair
-# As `runner.IN_TURN`, of two exchanges.
+# As `runner.IN_TURN`, for two exchanges.
 IN_TURN_TWICE: tuple[dict[str, bool], ...] = (
     {"collect": False},
     {"publish": False, "collect_shares": False},
@@ -47,7 +47,7 @@ OF_PAIR = len(Pair._fields)
 
 
 class PairRows(NamedTuple):
-    """Of every row [n], float32: the states of both, the divergence, and what its gradient takes of the whole row."""
+    """Of every row [n], float32: both states, the divergence, and `total`, what its gradient takes of the whole row."""
 
     m: Tensor
     ls: Tensor
@@ -58,7 +58,7 @@ class PairRows(NamedTuple):
 
 
 def in_vectors(x: Tensor, other: Tensor) -> Tensor:
-    """Rows of which each starts where vectors of both tensors do, if rows are a whole number of vectors."""
+    """Rows, of which each starts where vectors of both tensors do, if rows are a whole number of vectors."""
     vector = 16 // min(x.element_size(), other.element_size())
     rows = x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
     return rows if x.shape[1] % vector or _even(rows, vector) else rows.clone(memory_format=torch.contiguous_format)
@@ -160,9 +160,10 @@ def prepare_forward(pair: Pair, asked: Divergence, states: bool = True) -> Launc
 
 
 def plan_held(pair: Pair) -> RowPlan | None:
-    """Of a launch that holds rows until their gradient is written, once they lie `in_vectors`; None where none can.
+    """The plan of a launch that holds rows until their gradient is written; None if there is none.
 
-    Other lengths than whole vectors of both tensors are left where they are, on any boundary.
+    It is for rows that lie `in_vectors`. Rows that are not a whole number of vectors stay where they are, on any
+    boundary.
     """
     n_rows, n_cols = pair.x.shape
     if n_cols % (16 // _itemsize(pair)):
@@ -176,7 +177,7 @@ def at_once(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(the divergences of rows that lie `in_vectors`, and the gradients as `backward` gives them), in one launch.
 
-    For rows that have a `plan_held`. dvalue: float32, contiguous; None for ones. share: a factor of all of them.
+    Only for rows that have a `plan_held`. dvalue: float32, contiguous; None for ones. share: a factor of all rows.
     """
     x, y = pair.x, pair.y
     value = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -232,7 +233,7 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:
     """(the gradient by the student's rows, that of "cross" by the teacher's probabilities, if it is wanted).
 
-    dx: where the first is written, which may be these rows; new if none is given.
+    dx: where the first is written; it may be these rows, and is new if not given.
     """
     x, y = pair.x, pair.y
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
@@ -282,8 +283,9 @@ def _prepare_gradient(
 
 
 def shard_sums(pair: Pair, rows: PairRows, asked: Divergence) -> Tensor:
-    """[2, n] of a shard of rows that lie `in_vectors`, by the states of whole rows: what it adds to jsd or tvd, and to
-    what their gradient takes.
+    """[2, n]: what a shard adds to jsd or tvd, and to what their gradient takes, given the states of whole rows.
+
+    The shard's rows lie `in_vectors`.
     """
     tensors = *pair, *rows[:4]
     call = kept("divergences of shards", asked.key, tensors, _prepare_sums, pair, rows, asked)

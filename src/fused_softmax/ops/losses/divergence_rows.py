@@ -44,12 +44,15 @@ def differentiated(pair: Pair, options: Divergence) -> Tensor:
 
 
 def with_gradient(pair: Pair, options: Divergence, reduction: str, run: Call | None) -> Tensor:
-    """The divergences of rows, or their mean or sum. run: what `prepare_rows` made for tensors like these."""
+    """The divergences of rows, or their mean or sum, with a gradient.
+
+    run: what `prepare_rows` made for tensors like these.
+    """
     return _apply(*pair, (options, reduction, run))
 
 
 def without_gradient(pair: Pair, options: Divergence, reduction: str, run: Call | None) -> Tensor:
-    """The same, of tensors without one."""
+    """`with_gradient` for tensors that need none."""
     return _reduced(_rows_of(pair, options, run).value, reduction)
 
 
@@ -69,9 +72,9 @@ def _reduced(value: Tensor, reduction: str) -> Tensor:
 
 
 def is_written_at_once(pair: Pair) -> bool:
-    """Whether `summed` takes rows like these, in the mode of autograd that there is.
+    """Whether `summed` takes rows like these, in the present mode of autograd.
 
-    Not of fp16: what loss scaling would have kept is lost before the scaled result comes back.
+    Not in fp16: gradients would underflow that loss scaling would have kept, before the scaled result comes back.
     """
     if not needs_grad(pair.x, pair.y) or torch.float16 in (pair.x.dtype, pair.y.dtype):
         return False
@@ -131,7 +134,7 @@ def run(pair: Pair, options: Divergence) -> tuple[Pair, PairRows]:
 def gradients(
     pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False, over: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of the student's rows, over them if asked, and if wanted of the teacher's, by the kernels."""
+    """The gradients by the kernels: of the student's rows, over them if asked; if wanted of the teacher's rows."""
     return backward(pair if over else _in_vectors(pair), rows, dvalue, options, of_target, pair.x if over else None)
 
 
@@ -143,7 +146,7 @@ class _Divergence(torch.autograd.Function):
         ctx.options, ctx.reduction, prepared = how
         pair = Pair(x, y, weight, temperature, target_temperature)
         rows = _rows_of(pair, ctx.options, prepared)
-        # Less the values, which a caller may change in place.
+        # Without the values, which a caller may change in place.
         ctx.save_for_backward(*pair, rows.m, rows.ls, rows.m_t, rows.ls_t, None, rows.total)
         return _reduced(rows.value, ctx.reduction)
 
@@ -168,7 +171,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _of_each(dvalue: Tensor, reduction: str, n: int) -> Tensor:
-    """What each row's divergence gets of what their mean or sum gets."""
+    """The gradient of each row's divergence, from that of their mean or sum."""
     if reduction == "none":
         return dvalue
     return (dvalue / n if reduction == "mean" else dvalue).expand(n)
@@ -196,7 +199,7 @@ def _found_gradient(ctx, dvalue: Tensor) -> Tensor | None:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of what divergences of rows [n, n_classes] count, or their mean; its gradient is there when it is."""
+    """The sum or mean of the divergences of rows [n, n_classes]. The gradient is made together with it."""
 
     @staticmethod
     def forward(ctx, x, y, weight, temperature, target_temperature, counts, how):
@@ -231,7 +234,7 @@ class _Summed(torch.autograd.Function):
         return dx if wanted[0] else None, dy, *[None] * 5
 
 
-# As their apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+# As their apply, without its search for functorch's wrappers: a call under a transform does not come here.
 _apply = super(torch.autograd.Function, _Divergence).apply
 _apply_summed = super(torch.autograd.Function, _Summed).apply
 
@@ -241,7 +244,7 @@ def differentiable_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients by torch's operations, for a second derivative or a batch of gradients.
 
-    Rows that get no gradient are left out where their divergence is not finite: 0 times it would be NaN.
+    Rows that get no gradient are left out if their divergence is not finite, because 0 times it would be NaN.
     """
     counts = None
     if not batched(dvalue):
@@ -261,7 +264,7 @@ def differentiable_gradient(
 def referred(
     input: Tensor, target: Tensor, options: Divergence, counts: Tensor | None = None, weight: Tensor | None = None
 ) -> Tensor:
-    """The formula of rows in the dtype of the arithmetic, and 0 of rows that do not count."""
+    """The formula of rows in the dtype of the arithmetic; 0 for rows that do not count."""
     arithmetic = torch.promote_types(arithmetic_of(input), arithmetic_of(target))
     if counts is not None:
         of_rows = counts.unsqueeze(-1)

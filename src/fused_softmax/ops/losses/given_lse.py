@@ -23,9 +23,9 @@ def lse_of_rows(lse: Tensor, x: Tensor) -> Tensor:
 
 
 def forward_given_lse(x: Tensor, target: Tensor, lse: Tensor, loss: Loss, dtype: torch.dtype | None) -> LossRows:
-    """The losses of rows x [n_rows, n_classes] by targets [n_rows] and lse [n_rows]; m is lse, and there is no ls.
+    """The losses of rows x [n_rows, n_classes] by targets [n_rows] and lse [n_rows].
 
-    dtype: of the losses; that of the arithmetic if None.
+    m is lse, and there is no ls. dtype: of the losses; that of the arithmetic if None.
     """
     given = given_of(x, None, target, loss, None)
     options = *loss.key, dtype

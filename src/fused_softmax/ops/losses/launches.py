@@ -26,13 +26,13 @@ from fused_softmax.core.runner import overlaps, prepare, spec_of
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.options import LOSS_NUMBERS, READ_NUMBERS, Loss, read_numbers
 
-WHOLE = (32, 256, 1024)  # rows up to which one launch writes a loss whole, each program counting as many targets
+WHOLE = (32, 256, 1024)  # rows up to which one launch writes the whole loss, and each program counts as many targets
 
 
 class LossRows(NamedTuple):
     """Of every row: m and ls = log s, whose sum is lse; its loss; its z-loss; its statistics.
 
-    A loss may be in parts to be added: loss is [n] or [n, parts].
+    A loss may be in parts that are to be added: loss is [n] or [n, parts].
     """
 
     m: Tensor | None
@@ -66,8 +66,8 @@ def forward(
 ) -> LossRows:  # fmt: skip
     """The losses of rows x [n_rows, n_classes], columns contiguous, by targets [n_rows], contiguous.
 
-    dx: where the gradient of their sum goes, or, with the totals that loss.mean needs, of their mean.
-    dtype: of the losses; that of the arithmetic if None. states: whether m and ls are wanted.
+    dx: where to write the gradient of their sum, or of their mean, if the totals that it needs are given. dtype: of the
+    losses; that of the arithmetic if None. states: whether m and ls are wanted.
     """
     given = given_of(x, dx, target, loss, totals)
     if plan is not None:
@@ -84,10 +84,10 @@ def prepare_losses(
     given: Given, loss: Loss, plan: RowPlan | None = None, dtype: torch.dtype | None = None, states: bool = True,
     result_dtype: torch.dtype | None = None, follows: bool = False,
 ) -> Launched:  # fmt: skip
-    """What runs the kernels on tensors like these: call(given, numbers) -> LossRows; dx is written too if given.
+    """What runs the kernels on tensors like these: call(given, numbers) -> LossRows. dx is written too if it is given.
 
-    result_dtype: for a loss that `is_whole`, of the result that the same launch writes. follows: whether the totals
-    come from the launch right before, which began as usual.
+    result_dtype: of the result, if the same launch writes it, as for a loss that `is_whole`. follows: whether the
+    totals come from the launch right before, which began as usual.
     """
     x, dx = given.x, given.dx
     plan = plan_forward(x, dx, loss) if plan is None else plan
@@ -100,7 +100,7 @@ def prepare_losses(
 def is_whole(plan: RowPlan, dx: Tensor | None, loss: Loss) -> bool:
     """Whether one launch counts the targets, writes losses and gradient, and sums the losses. plan: `plan_forward`.
 
-    Only few rows have such a launch, so that none does where rows are to have the same bits in any batch.
+    Only few rows have such a launch. If rows are to have the same bits in any batch, none have.
     """
     if loss.batch_invariant or dx is None or loss.reduction == "none" or loss.stats or loss.lse_square_scale:
         return False
@@ -108,7 +108,7 @@ def is_whole(plan: RowPlan, dx: Tensor | None, loss: Loss) -> bool:
 
 
 def plan_forward(x: Tensor, dx: Tensor | None, loss: Loss) -> RowPlan:
-    """The planner's choice for rows [n_rows, n_classes], which are `rows_for` the loss."""
+    """The planner's choice for rows [n_rows, n_classes] that come from `rows_for`."""
     itemsize = arithmetic_of(x).itemsize if loss.softcap is not None else x.element_size()
     alone = loss.batch_invariant
     lies, gpu = alignment_alone if alone else alignment_of, device_of(x.get_device())
@@ -122,7 +122,7 @@ def _spec(x: Tensor, plan: RowPlan, loss: Loss, **fields: Any) -> LossSpec:
 
 
 def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, follows) -> Launched:
-    """Rows that wait in registers until their gradient is written, or that are short."""
+    """The launch for rows that registers hold until their gradient is written, or that are short."""
     from fused_softmax.ops.losses.kernels.held import _part_loss, _tile_loss
 
     x, dx, tile = given.x, given.dx, plan.strategy == "tile"
@@ -170,7 +170,7 @@ def _held(given: Given, loss: Loss, plan: RowPlan, dtype, states, result_dtype, 
 
 
 def _besides(plan: RowPlan, loss: Loss, *, alone: bool) -> int:
-    """Registers of a thread besides those that hold a row, as compiled. alone: whether others sum up the losses."""
+    """Registers of a thread besides those that hold a row, as compiled. alone: whether another launch sums losses."""
     besides, caps = 20 if alone and plan.itemsize > 2 else 32, loss.softcap is not None
     if plan.alignment == "shifted" and not caps:
         besides += 8
@@ -178,7 +178,7 @@ def _besides(plan: RowPlan, loss: Loss, *, alone: bool) -> int:
 
 
 def counted_by_each(n_rows: int) -> int:
-    """Targets that each program of a whole loss counts at most; 0 where they are too many."""
+    """Targets that each program of a whole loss counts at most; 0 if they are too many."""
     return next((most for most in WHOLE if n_rows <= most), 0)
 
 
@@ -208,13 +208,13 @@ def _rows_maker(
 
 
 def picked_of(tensors):
-    """What takes from tensors like these those that are not None."""
+    """A function that takes from tensors like these those that are not None."""
     places = [i for i, each in enumerate(tensors) if each is not None]
     return itemgetter(*places)
 
 
 def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
-    """Losses tile by tile, and the states of a row's parts merged; a gradient that is wanted makes a second read."""
+    """Losses tile by tile, from the merged states of a row's parts. A gradient takes a second read."""
     from fused_softmax.ops.losses.kernels.online import _merge_losses, _online_loss
 
     x, device, parts, stats = given.x, given.x.get_device(), plan.parts, loss.stats
@@ -266,18 +266,18 @@ def _online(given: Given, loss: Loss, plan: RowPlan, dtype, states) -> Launched:
 
 
 def with_whole_rows(x: Tensor) -> Tensor:
-    """Rows as kernels read them: the columns of each next to each other."""
+    """Rows as kernels read them, with contiguous columns."""
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
 def rows_for(x: Tensor, loss: Loss) -> Tensor:
-    """The same as a loss takes them: `rows_alone` where a row is to have the same bits in any batch."""
+    """Rows as a loss takes them: `rows_alone` if a row is to have the same bits in any batch."""
     rows = with_whole_rows(x)
     return rows_alone(rows) if loss.batch_invariant and rows.numel() else rows
 
 
 def blocks_of(block: int, plan: RowPlan) -> int:
-    """Programs that have so many rows each."""
+    """How many programs there are, with so many rows each."""
     return -(-plan.n_rows // block)
 
 
@@ -288,8 +288,8 @@ def backward(
 ) -> Tensor:  # fmt: skip
     """dx of rows x [n_rows, n_classes], from m and ls [n_rows] of `forward`.
 
-    dy: what each row's loss counts in the result, one value or one a row; all 1 if None. dz: the same of its z-loss,
-    dy's if None. dlse: the gradient of each row's lse. loss.mean divides dy and dz by the totals.
+    dy: the factor of each row's loss in the result, one value or one a row; all 1 if None. dz: the same of its z-loss;
+    dy if None. dlse: the gradient of each row's lse. With loss.mean, dy and dz are divided by the totals.
     """
     if not x.numel():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx is None else dx
@@ -314,7 +314,7 @@ def gradient_key(loss: Loss, totals: Tensor | None) -> tuple[str, tuple]:
 
 
 def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | None = None) -> Launched:
-    """What writes the gradient: call(given, (m, ls, dy, dz, dlse), numbers) -> dx, a new one if none is given."""
+    """What writes the gradient: call(given, (m, ls, dy, dz, dlse), numbers) -> dx, which is new if it is not given."""
     from fused_softmax.ops.losses.kernels.gradient import _gradient
 
     x, totals, writes, empty = given.x, given.totals, given.dx is not None, allocator(given.x.device)
@@ -347,6 +347,6 @@ def prepare_gradient(given: Given, beside: tuple, loss: Loss, plan: RowPlan | No
 
 
 def _second_read(given: Given, rows: LossRows, loss: Loss, numbers) -> None:
-    """The gradient of rows that the chip does not hold, from their states."""
+    """The gradient of rows that the chip cannot hold, from their states."""
     beside = rows.m, rows.ls, None, None, None
     _gradient_call(given, beside, replace(loss, weight=given.weight))(given, beside, numbers)

@@ -26,10 +26,10 @@ from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import LossRows
 from fused_softmax.ops.losses.options import Loss
 
-MULTIPLE = 128  # of classes, that matrix products like; and of those that a program reads at a time
-_CHUNKS = 8  # fewer add the weight's gradient up in less time than it takes to make logits again
-# As do longer ones: on an H200 that sum takes 256 / rows of what the products take, logits made again up to a third;
-# and of 4 bytes and more an order less, for the products take as much longer.
+MULTIPLE = 128  # of classes, for fast matrix products; and of the classes that a program reads at a time
+_CHUNKS = 8  # with fewer, adding up the weight's gradient takes less time than making logits again
+# So it does with longer chunks: on an H200 that sum takes 256 / rows of the time of the products, and making logits
+# again up to a third. With 4 bytes and more the sum's share is ten times less, because products take so much longer.
 _CHUNK_ROWS = {2: 1024, 4: 64, 8: 64}
 _CLASSES = 256  # fewer at a time do not fill the chip
 _TOKENS = 128  # of a tile
@@ -47,23 +47,27 @@ class Block(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Blocks in their order: of the states, where the last one's logits are kept; of those; of logits made again."""
+    """Blocks, in the order in which they are taken.
+
+    states: for the states; the logits of the last block are kept. kept: for the gradient of these logits. again: for
+    the gradient of logits that are made again.
+    """
 
     states: list[Block]
     kept: list[Block]
     again: list[Block]
-    scratch: int  # elements that those apart need
+    scratch: int  # elements that blocks apart need
 
 
 def steps_of(n_classes: int, features: int, tokens: int, most: int) -> Steps:
-    """By a scratch of `most` elements, which hold the features or the tokens' logits of a class at least."""
+    """The Steps with a scratch of `most` elements, which can hold the features or the logits of one class at least."""
     kept = n_classes * features // tokens
     kept = n_classes if kept >= n_classes else _rounded(kept)
     first = stop = n_classes - kept
     states = [*blocks_of_classes(0, first, kept), Block(first, n_classes)]
     of_kept, again, scratch = [], [], 0
-    # Logits of class c are at (c - first) * tokens, and its features' gradients at c * features: written from the last
-    # class on, where nothing lies that is still to be read, or apart and then copied over what has been read.
+    # The logits of class c are at (c - first) * tokens, and the gradients of its features at c * features. They are
+    # written from the last class on, where nothing is still to be read, or apart and then copied over what was read.
     stop = n_classes
     while stop > first:
         rest = stop - first
@@ -116,10 +120,10 @@ def by_classes(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, totals: Tensor | None,
     most: int, dtype: torch.dtype, asked: Sequence[bool], with_lse: bool = False,
 ) -> tuple[LossRows, Tensor | None, tuple[Tensor | None, Tensor, Tensor | None]]:  # fmt: skip
-    """(what is known of rows x, their lse, gradients of x, w and bias); that of x in `dtype` where it is a sum.
+    """(what is known of rows x, their lse, gradients of x, w and bias). That of x is in `dtype` if it is a sum.
 
-    w, bias: may be masters, of which w has its gradient in its own dtype. most: elements of scratch. asked: which
-    gradients are wanted, that of w among them.
+    w, bias: may be masters; w then has its gradient in its own dtype. most: elements of scratch. asked: which gradients
+    are wanted, that of w among them.
     """
     dw = torch.empty(w.shape, dtype=w.dtype, device=x.device)
     x, w, bias = x.detach(), w.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype)
@@ -134,7 +138,7 @@ def by_classes(
 
     def logits_of_block(block: Block, memory: Tensor) -> Tensor:
         size = block.stop - block.first
-        # Rows of a whole number of vectors: of others matrix products are slow too.
+        # Rows are a whole number of vectors: other rows make matrix products slow too.
         logits = memory[: size * tokens.padded].view(size, tokens.padded)[:, : len(x)]
         if product is not None:
             return product.of_classes(block.first, block.stop, logits)
@@ -179,7 +183,10 @@ def padded_of(x: Tensor) -> int:
 
 
 class _Biased:
-    """w @ x.t() + bias, rounded once: a feature of 1 has the bias for its weight. Others that fill a vector are 0."""
+    """w @ x.t() + bias, rounded once: the bias is the weight of a feature of 1.
+
+    Other features that fill the vector are 0.
+    """
 
     def __init__(self, x: Tensor, w: Tensor, bias: Tensor):
         self.w, self.bias, pad = w, bias, VECTOR_BYTES // x.element_size()
@@ -201,7 +208,7 @@ class Tokens:
     """The losses of tokens by blocks of logits [classes, tokens], whose rows take `padded` elements.
 
     In this order: make_room; read of every block; finish; write_gradient of every block.
-    loss: its weight contiguous, in the dtype of the arithmetic. bias: of classes, which the blocks are without.
+    loss: its weight contiguous, in the dtype of the arithmetic. bias: of classes; the blocks do not include it.
     """
 
     def __init__(
@@ -257,7 +264,7 @@ class Tokens:
         self.n_read += parts
 
     def finish(self, with_lse: bool = False) -> tuple[LossRows, Tensor | None]:
-        """The losses and all else but m and ls, and lse, by all states; it also makes what the gradient needs."""
+        """The losses and all else but m and ls, and lse, from all states. It also makes what the gradient needs."""
         from fused_softmax.ops.losses.kernels.transposed import _token_losses
 
         loss = self.loss
@@ -322,18 +329,21 @@ class Tokens:
 
 
 def left_out_of(target: Tensor, loss: Loss, dlse: Tensor | None = None) -> Tensor:
-    """Which rows [n] have no part in a gradient: ignored ones, to whose lse nothing came back."""
+    """Which rows [n] have no part in a gradient: ignored rows whose lse has no incoming gradient."""
     ignored = target.long() == loss.ignore_index
     return ignored if dlse is None else ignored & (dlse == 0)
 
 
 def without(x: Tensor, rows: Tensor) -> Tensor:
-    """x [n, features] with 0 in these rows: their logits' gradient is 0, which times NaN or infinity would be NaN."""
+    """x [n, features] with 0 in these rows.
+
+    The gradient of their logits is 0, and 0 times NaN or infinity would be NaN.
+    """
     return torch.where(rows.unsqueeze(-1), 0.0, x)
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + a @ b in `dtype`, which may be wider than theirs; in place where there is a total."""
+    """total + a @ b in `dtype`, which may be wider than theirs; in place if there is a total."""
     if total is None:
         return write_product(a, b, torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device))
     a, b, wide = _factors(a, b, dtype)
@@ -341,9 +351,9 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
 
 
 def write_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a @ b, written there, whose dtype may be wider than theirs."""
+    """Write a @ b into a tensor, whose dtype may be wider than theirs."""
     a, b, wide = _factors(a, b, out.dtype)
-    # Autocast, under which a backward pass may run, casts no operation that is told where to write.
+    # A backward pass may run under autocast, which casts no operation with an `out`.
     return torch.mm(a, b, out=out, **wide)
 
 
@@ -351,5 +361,5 @@ def _factors(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     """What torch multiplies, and how, for a product in `dtype`."""
     if dtype == a.dtype:
         return a, b, {}
-    # Tensors without memory stand for a GPU's, and torch 2.11 makes no product of them in another dtype.
+    # Tensors without memory stand for a GPU's. torch 2.11 makes no product of them in another dtype.
     return (a, b, {"out_dtype": dtype}) if a.device.type == "cuda" else (a.to(dtype), b.to(dtype), {})

@@ -17,9 +17,9 @@ from fused_softmax.ops.losses.linear_by_classes import add_product, without
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.sums import multiply
 
-OF_LAYERS = "linear_cross_entropy"  # whose row of autocast's table is that of all that take a linear layer's tensors
-_CHUNK_BYTES = 2**30  # of logits: fewer chunks accumulate less often, and a chunk's products fill the chip
-_CHUNK_ROWS = 128  # a multiple that matrix products like
+OF_LAYERS = "linear_cross_entropy"  # its row of autocast's table serves all functions of a linear layer
+_CHUNK_BYTES = 2**30  # of logits: with fewer chunks there is less to accumulate, and a chunk's products fill the chip
+_CHUNK_ROWS = 128  # rows of a chunk are a multiple of it, for fast matrix products
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ def check_layer(name: str, input: Any, linear_weight: Any, linear_bias: Any, chu
 def linear_of(
     x: Tensor, w: Tensor, chunk_size: int | None, accumulate: str, of_weight: bool, sizes: Sequence[int] = ()
 ) -> Linear:  # fmt: skip
-    """The chunks of a call. of_weight: whether w's gradient is asked for, which takes several chunks an accumulator.
+    """The chunks of a call. of_weight: whether w's gradient is wanted. Several chunks then take an accumulator.
 
-    sizes: of all ranks' shards of w, if it is one: every rank takes the chunks of the longest, and exchanges as many.
+    sizes: of all ranks' shards of w, if it is one. Every rank takes the chunks of the longest shard, so that all
+    exchange equally often.
     """
     n_classes = max(sizes, default=w.shape[0])
     if chunk_size is None:
@@ -105,7 +106,7 @@ def elements_of_chunk(x: Tensor, n_classes: int, chunk_size: int | None) -> int:
 def keeps_logits(x: Tensor, linear: Linear, asked: Sequence[bool], loss: Loss) -> bool:
     """Whether all logits, with their gradient, wait for the backward pass, which then makes the products.
 
-    It saves launches, and takes no more memory where rows are no more than w's columns: w's gradient would wait
+    It saves launches, and takes no more memory if there are no more rows than w has columns: w's gradient would wait
     instead. In fp16 the factor that scales the loss could overflow the logits' gradient.
     """
     few = x.shape[0] <= min(linear.chunk_size, x.shape[1])
@@ -122,11 +123,14 @@ def by_rows(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, totals: Tensor | None, linear: Linear,
     gradients: "Gradients | None", states: bool,
 ) -> LossRows:  # fmt: skip
-    """What is known of all rows, with m and ls if `states`; their gradient is added to `gradients` if there are any."""
+    """What is known of all rows, with m and ls if `states`.
+
+    If there are `gradients`, those of the rows are added to them.
+    """
     found = []
     for start, logits in chunks(x, w, bias, linear):
         part = target[start : start + logits.shape[0]]
-        # Statistics come of a pass that holds no rows for a gradient, so a second one writes it.
+        # Statistics come from a pass that holds no rows for a gradient, so a second pass writes that.
         at_once = gradients is not None and not loss.stats
         rows = losses.forward(logits, part, loss, totals, logits if at_once else None)
         if gradients is not None:
@@ -136,7 +140,7 @@ def by_rows(
         found.append(rows if states else rows._replace(m=None, ls=None))
     if len(found) == 1:
         return found[0]
-    if len({rows.loss.shape[1:] for rows in found}) > 1:  # another number of rows may be read by other parts
+    if len({rows.loss.shape[1:] for rows in found}) > 1:  # another number of rows may be cut into other parts
         found = [rows._replace(loss=rows.loss.view(len(rows.loss), -1).sum(1)) for rows in found]
     of_all = [None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True)]
     return LossRows(*of_all)  # type: ignore[arg-type]
@@ -160,8 +164,9 @@ def _part(x: Tensor, start: int, stop: int) -> Tensor:
 
 
 def whole_logits(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int) -> Tensor:
-    """linear(x, w, bias) by torch's operations, masters lowered; NaN in ignored rows that hold NaN or infinity, which
-    have no part in a gradient.
+    """linear(x, w, bias) by torch's operations, with masters lowered.
+
+    Ignored rows that hold NaN or infinity have no part in a gradient, and their logits are NaN.
     """
     linear = torch.nn.functional.linear
     w, bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -175,35 +180,36 @@ def whole_logits(x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, igno
 
 
 def counted(targets: Tensor, ignore_index: int) -> Tensor | None:
-    """Which rows count, of targets [n] or [n, k], as indices that the device is waited for; None if all or none do."""
+    """The indices of the rows of targets [n] or [n, k] that count; None if all or none do. It waits for the device."""
     on = targets.long() != ignore_index
     rows = (on if on.ndim == 1 else on.any(-1)).nonzero().squeeze(-1)
     return rows if 0 < len(rows) < len(targets) else None
 
 
 def spread(of_rows: Tensor, rows: Tensor, n: int) -> Tensor:
-    """Values of these rows among n, 0 at the others."""
+    """Values of these rows, placed among n rows with 0 elsewhere."""
     return of_rows.new_zeros(n, *of_rows.shape[1:]).index_put((rows,), of_rows)
 
 
 def divides_late(x: Tensor, loss: Loss) -> bool:
-    """Whether gradients are divided by a mean's total only when what scales the loss is known."""
+    """Whether gradients are divided by a mean's total only once the factor that scales the loss is known."""
     return x.dtype == torch.float16 and loss.mean
 
 
 class Gradients:
-    """The gradients asked for, of input, linear_weight and linear_bias, by those of chunks of logits.
+    """The gradients asked for, of input, linear_weight and linear_bias, made from those of chunks of logits.
 
-    x, w, bias: what the products are made of, `lowered`.
+    x, w, bias: the tensors of the products, `lowered`.
     """
 
     def __init__(
         self, x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear, asked: Sequence[bool], wide: bool = False,
         left_out: Tensor | None = None, made: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ):  # fmt: skip
-        """wide: sums over rows take the dtype of the arithmetic, for the input's may not hold them, or w is a master.
+        """wide: whether sums over rows have the dtype of the arithmetic.
 
-        left_out: `left_out_of`, for chunks that are added. made: the gradients that are there already.
+        They do if the input's dtype may not hold them, or if w is a master. left_out: `left_out_of`, for chunks that
+        are added. made: the gradients that exist already.
         """
         self.left_out = left_out
         self.x, self.w, self.asked, self.linear = x, w, asked, linear
@@ -226,7 +232,7 @@ class Gradients:
             self.db = db if self.db is None else self.db.add_(db)
 
     def done(self) -> "Gradients":
-        """Itself, less what the products were made of: a master's copy would wait for the backward pass."""
+        """Itself, without the tensors of the products: a master's copy would wait for the backward pass."""
         del self.x, self.w, self.left_out
         return self
 

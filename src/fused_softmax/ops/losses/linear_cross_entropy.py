@@ -242,12 +242,12 @@ def _linear_cross_entropy(
         of_all = None if probabilities else target  # of probabilities, each rank has its own
         shards = shards_of(_NAME, sizes, input.shape[:-1].numel(), over, input.device, alike, of_all)
         peers = peers_of(_NAME, transport, group, input, linear_weight, target)
-        if peers is not None:  # the backend takes part too, by collectives that a rank must not make alone
+        if peers is not None:  # the backend too makes collectives, which a rank must not make alone
             peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape[:1], *alike.items()))
         shards = told_by(peers, _NAME, shards)
         if input_sharded:
             input = GatheredRows.apply(input, shards, _NAME)
-        if shards.held < columns:  # no product has padding in it, which may be anything
+        if shards.held < columns:  # padding may be anything, so no product includes it
             linear_weight = linear_weight[: shards.held]
             linear_bias = None if linear_bias is None else linear_bias[: shards.held]
     n_classes = columns if shards is None else shards.n_classes
@@ -293,8 +293,8 @@ def _linear_cross_entropy(
         )  # fmt: skip
         return _output(y, lse, z, (), wanted, loss, input.shape[:-1], result_dtype, None)
     if route is Route.OPERATOR:
-        # One operator, which gives the gradients beside the loss: a loop over chunks would be unrolled for one number
-        # of rows, and a backward that made them from the loss alone would multiply by linear_weight once more.
+        # One operator, which gives the gradients beside the loss. A loop over chunks would be unrolled for one number
+        # of rows. A backward pass that made them from the loss alone would multiply by linear_weight once more.
         asked = _asked(input, linear_weight, linear_bias)
         y, _, _, _, lse, z, *stats = torch.ops.fused_softmax.linear_cross_entropy.default(
             input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), linear_bias,
@@ -347,9 +347,9 @@ def _of_probabilities(
     input: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, wanted: Wanted, chunk_size: int | None,
     accumulate: str, shards: Shards | None = None, summed: bool = True, traced: bool = False,
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """(the loss, lse and z-loss) by probabilities of all classes, or of this rank's, of rows [n] where not reduced.
+    """(the loss, lse and z-loss) by probabilities of all classes, or of this rank's; of rows [n] if not reduced.
 
-    lse and z-losses are None but over ranks, where they are wanted.
+    lse and z-losses are None, except over ranks, if they are wanted.
     """
     rows, options = input.reshape(input.shape[:-1].numel(), input.shape[-1]), Divergence.of_loss(loss)
     of_classes = weight_for_kernels(loss.weight, input)
@@ -373,8 +373,8 @@ def _of_probabilities(
 class _How(NamedTuple):
     """What a call does, beside its tensors and numbers.
 
-    asked: which gradients of the input, the weight and the bias the forward pass makes, or prepares.
-    kind, steps: of a loss whose logits are all kept, with their gradient, until the backward pass makes the products.
+    asked: which gradients, of input, weight and bias, the forward pass makes or prepares. kind, steps: of a loss whose
+    logits are all kept, with their gradient, until the backward pass makes the products.
     """
 
     linear: Linear
@@ -440,7 +440,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 how.steps, ctx.dlogits, target, loss, loss.numbers, None, how.kind, ctx.dlogits
             )  # fmt: skip
         ctx.gradients = gradients
-        # In fp16 a mean's division would make gradients vanish that a scaled loss would have kept: it comes later.
+        # In fp16 a mean's division would make gradients underflow that a scaled loss would have kept: it comes later.
         ctx.late = None
         if gradients is not None and divides_late(x, loss):  # where every target is ignored there is a gradient, of 0
             ctx.late = 1.0 / torch.where(totals[1].sum() == 0, 1.0, totals[0].sum())  # type: ignore[index]
@@ -492,12 +492,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *backward(x, w, bias, target, totals, loss, linear, asked, dy, dlse, dz), *nothing
 
 
-# As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+# As its apply, without its search for functorch's wrappers: a call under a transform does not come here.
 _apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
 
 
 def _asked(*tensors: Tensor | None) -> list[bool]:
-    """Which of them a gradient is asked for."""
+    """Which of the tensors need a gradient."""
     return [each is not None and needs_grad(each) for each in tensors]
 
 
@@ -564,7 +564,7 @@ def differentiable_gradient(
     x: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, asked: Sequence[bool],
     dy: Tensor | None, dlse: Tensor | None = None, dz: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The same composed of torch's operations, for a second derivative."""
+    """The gradients, composed of torch's operations, for a second derivative."""
     x, w, bias = apart(x, w, bias)
     inputs = [each for each, wanted in zip((x, w, bias), asked, strict=True) if wanted]
     with autocast.off(x):

@@ -156,12 +156,12 @@ def _of_shards(layers, given, weight, reduction, how, dtype, over: Over, input_s
     }  # fmt: skip
     shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike)
     peers = peers_of(_NAME, over.transport, over.group, input, linear_weight)
-    if peers is not None:  # the backend takes part too, by collectives that a rank must not make alone
+    if peers is not None:  # the backend too makes collectives, which a rank must not make alone
         peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, *alike.items()))
     shards = told_by(peers, _NAME, shards)
     if input_sharded:
         layers = [GatheredRows.apply(each, shards, _NAME) if i in (0, 3) else each for i, each in enumerate(layers)]
-    # No product has padding in it, which may be anything.
+    # Padding may be anything, so no product includes it.
     layers = [each if each is None or i in (0, 3) else each[: shards.held] for i, each in enumerate(layers)]
     found = _rows(layers, options, weight, reduction, how, shards, not input_sharded)
     return (found.view(layers[0].shape[:-1]) if reduction == "none" else found).to(dtype or arithmetic_of(input))

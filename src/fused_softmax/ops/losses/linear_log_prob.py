@@ -1,8 +1,8 @@
 """log_prob of input @ linear_weight.T + linear_bias, from hidden states.
 
-Either all logits stay for the backward pass, which writes their gradient over them: three matrix products. Or they
-exist a chunk of rows at a time, and the backward pass makes them again: four. Blocks of classes take the place of its
-chunks where that takes less memory (`log_prob_by_classes.py`).
+Either all logits stay for the backward pass, which writes their gradient over them: three matrix products. Or the
+logits exist a chunk of rows at a time, and the backward pass makes them again: four. Blocks of classes replace its
+chunks if that takes less memory (`log_prob_by_classes.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -202,12 +202,12 @@ def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, ho
     }  # fmt: skip
     shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, target)
     peers = peers_of(_NAME, over.transport, over.group, input, linear_weight, target)
-    if peers is not None:  # the backend takes part too, by collectives that a rank must not make alone
+    if peers is not None:  # the backend too makes collectives, which a rank must not make alone
         peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape, *alike.items()))
     shards, held = told_by(peers, _NAME, shards), shards.held
     if how["input_sharded"]:
         input = GatheredRows.apply(input, shards, _NAME)
-    if held < linear_weight.shape[0]:  # no product has padding in it, which may be anything
+    if held < linear_weight.shape[0]:  # padding may be anything, so no product includes it
         linear_weight = linear_weight[:held]
         linear_bias = None if linear_bias is None else linear_bias[:held]
     return _by_chunks(input, linear_weight, target, linear_bias, options, columns, wanted, how, dtype, shards)
@@ -223,7 +223,7 @@ def _by_chunks(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, options: LogProb, columns: Kept,
     wanted: Asked, how: dict[str, Any], dtype: torch.dtype | None, shards: Shards | None = None,
 ) -> Tensor | LogProbOutput:  # fmt: skip
-    """shards: of the classes, of which the weight then has this rank's."""
+    """shards: who has which classes; the weight then has those of this rank."""
     rows, targets = _rows_of(input, target)
     options, temperature = of_logits.split(options, input)
     which, n = counted(targets, options.ignore_index) if how["skip_ignored"] else None, len(rows)
@@ -251,9 +251,9 @@ def _by_chunks(
 class _How(NamedTuple):
     """What a call does, beside its tensors.
 
-    keeps: whether all logits stay for the backward pass. classes: of a block of them, by which the gradients are made;
-    None by chunks of rows. shards: of classes that lie over ranks, or None. summed: whether the input's gradient is
-    summed over them here.
+    keeps: whether all logits stay for the backward pass. classes: of a block by which the gradients are made; None if
+    by chunks of rows. shards: of classes that lie over ranks, or None. summed: whether the input's gradient is summed
+    over them here.
     """
 
     options: LogProb
@@ -270,13 +270,13 @@ class _How(NamedTuple):
 
 
 def _of_rows(targets: Tensor, ignore_index: int) -> Tensor:
-    """A target [n] for each row of targets [n, k] that is ignored where all of them are."""
+    """A target [n] for each row of targets [n, k]: ignored if all of the row's targets are."""
     counts = (targets.long() != ignore_index).any(-1)
     return torch.where(counts, 0 if ignore_index else 1, ignore_index)
 
 
 class _LinearLogProb(torch.autograd.Function):
-    """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for."""
+    """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what is not asked for."""
 
     @staticmethod
     def forward(ctx, x, w, bias, target, temperature, columns, how):
@@ -309,7 +309,10 @@ class _LinearLogProb(torch.autograd.Function):
 
 
 class _LinearLogProbOverRanks(_LinearLogProb):
-    """The same of classes that lie over ranks, the same on every rank but for the gradients of weight and bias."""
+    """`_LinearLogProb` for classes that lie over ranks.
+
+    All is the same on every rank, except the gradients of weight and bias.
+    """
 
     backward = staticmethod(once(_NAME)(_LinearLogProb.backward))
 
@@ -336,7 +339,7 @@ def _forward(x, w, bias, target, temperature, columns: Kept, how: _How) -> tuple
 def _backward(
     x, w, bias, target, temperature, columns: Kept, states, how: _How, asked, incoming: Incoming, kept: Tensor | None
 ):  # fmt: skip
-    """The gradients asked for. kept: all logits, over which theirs is written; None where they are made again."""
+    """The gradients asked for. kept: all logits, over which their gradient is written; None if they are made again."""
     if how.classes is not None:
         layer = x.detach(), w.detach(), None if bias is None else bias.detach()
         return gradients_by_classes(
@@ -367,7 +370,7 @@ def _chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterat
 
 
 def _differentiable(x, w, bias, target, temperature, columns: Kept, how: _How, asked, incoming: Incoming):
-    """The same composed of torch's operations, for a second derivative or a batch of gradients."""
+    """The gradients, composed of torch's operations, for a second derivative or a batch of gradients."""
     ignore_index, again = how.options.ignore_index, torch.is_grad_enabled()
     with autocast.off(x), torch.enable_grad():
         x, w, bias = apart(x, w, bias)

@@ -1,9 +1,9 @@
-"""Pairs of rows of which a linear layer makes the student's logits: divergences, and losses of probabilities.
+"""Pairs of rows whose student's logits a linear layer makes: divergences, and losses of probabilities.
 
 The logits exist a chunk of rows at a time. A mean and a sum make their gradients in the forward pass: one product for
 the student's logits, one for the teacher's if it has a layer too, two for the gradients. Without a reduction, for
-float16 and beside lse, the backward pass makes the logits again. Where classes lie in shards over ranks, each chunk has
-its own exchange, and the input's gradient is on its way to the others while the next chunk's products are made.
+float16 and beside lse, the backward pass makes the logits again. If classes lie in shards over ranks, each chunk has
+its own exchange, and the input's gradient is sent to the others while the next chunk's products are made.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from fused_softmax.ranks.groups import Shards
 class Layers(NamedTuple):
     """Rows, weight and bias of the student's layer and of the teacher's, and temperatures of rows.
 
-    Without v, h are probabilities of all classes, and weight is of classes.
+    Without v, h are probabilities of all classes, and `weight` has weights of classes.
     """
 
     x: Tensor
@@ -55,9 +55,9 @@ _ASKED = 4  # of the tensors above, that may have a gradient
 class How(NamedTuple):
     """What a call does, beside its tensors. name: of the function.
 
-    linear: None where torch's operations make the products. reduction: "none" where rows' values are given. shards: of
+    linear: None if torch's operations make the products. reduction: "none" if rows' values are given. shards: of
     classes that lie over ranks, or None. summed: whether the input's gradient is summed over them here. asked: which
-    gradients are wanted, of the first of the tensors. reason: in words.
+    gradients are wanted, of the first tensors. reason: in words.
     """
 
     name: str
@@ -112,13 +112,13 @@ def _arithmetic(layers: Layers) -> torch.dtype:
 
 
 def _counts_of(weight: Tensor, reduction: str, layers: Layers) -> Tensor:
-    """[n]: what each row counts in the result; 0 of rows that do not count."""
+    """[n]: the factor of each row in the result; 0 for rows that do not count."""
     w = weight.detach().reshape(-1).to(_arithmetic(layers))
     return torch.where(w == 0, 0.0, w / w.sum()) if reduction == "mean" else w.contiguous()
 
 
 def _shares(layers: Layers, counts: Tensor | None, how: How) -> Tensor:
-    """The same where rows have no weights either."""
+    """`_counts_of` where rows have no weights either."""
     if counts is not None:
         return counts
     n = len(layers.x)
@@ -127,7 +127,7 @@ def _shares(layers: Layers, counts: Tensor | None, how: How) -> Tensor:
 
 
 class _LinearPairs(torch.autograd.Function):
-    """(the divergences of rows, or their sum or mean by what each counts; lse of losses over ranks, or None)."""
+    """(the divergences of rows, or their sum or mean with the factor of each; lse of losses over ranks, or None)."""
 
     @staticmethod
     def forward(ctx, *given):

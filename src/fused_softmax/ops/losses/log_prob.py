@@ -79,7 +79,7 @@ class LogProbStats(NamedTuple):
     tensor([True])
     """
 
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     log_sum_sq_probs: Tensor | Any = None
     mean_logits: Tensor | Any = None
     is_top1: Tensor | Any = None
@@ -95,7 +95,7 @@ class LogProbOutput(NamedTuple):
     """
 
     log_prob: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     entropy: Tensor | Any = None
     lse: Tensor | Any = None
     stats: LogProbStats | Any = None
@@ -201,7 +201,7 @@ def log_prob(
 
 
 def kind_of_numbers(scale: Any, softcap: Any, temperature: Any) -> tuple | None:
-    """What a kept call depends on of numbers that change from call to call; None where one wants a check."""
+    """What a kept call depends on of numbers that change from call to call; None if one has to be checked."""
     if scale is None and softcap is None and temperature is None:
         return ()
     of_all = 1.0 if temperature is None or isinstance(temperature, Tensor) else temperature
@@ -263,12 +263,12 @@ def _of_shards(input, target, given, asked, kept, inplace, dtype, over: Over) ->
 
 
 def tensors_of_kept(kept: Any) -> dict[str, Any]:
-    """By the names that errors give them, unchecked."""
+    """The tensors of kept by the names that errors give them, unchecked."""
     return dict(zip(("kept ids", "kept offsets"), kept, strict=False)) if isinstance(kept, tuple) else {"kept": kept}
 
 
 def checked_kept(name: str, kept: Any, input: Tensor, shape: tuple[int, ...]) -> Kept:
-    """Of whole logits of a shape, made of the input or these. Values are looked at where they may be read."""
+    """The Kept of whole logits of a shape, made of the input or equal to it. It checks values that it may read."""
     if kept is None:
         return EVERY
     check_kept(name, kept, input, shape)
@@ -279,7 +279,7 @@ def checked_kept(name: str, kept: Any, input: Tensor, shape: tuple[int, ...]) ->
 
 
 def told_of_kept(columns: Kept) -> tuple | None:
-    """What every rank of a group has to say of them alike; under FUSED_SOFTMAX_CHECK=1 of the values too."""
+    """What every rank of a group has to give alike of kept; under FUSED_SOFTMAX_CHECK=1 also its values."""
     given = [each for each in columns[:3] if each is not None]
     if not given:
         return None
@@ -290,7 +290,7 @@ def over_ranks(
     input: Tensor, target: Tensor, options: LogProb, columns: Kept, wanted: Asked, inplace: bool,
     dtype: torch.dtype | None, shards: Shards,
 ) -> Tensor | LogProbOutput:  # fmt: skip
-    """Of logits [..., columns] of this rank's shard, and targets and kept columns of whole rows."""
+    """The results for logits [..., columns] of this rank's shard, with targets and kept columns of whole rows."""
     leading, (options, temperature) = input.shape[:-1], split(options, input)
     n, k = prod(leading), target.shape[-1] if target.ndim == input.ndim else 1
     rows, targets = input.reshape(n, input.shape[-1]), target.reshape(n, k).contiguous()
@@ -300,7 +300,7 @@ def over_ranks(
 
 
 def of_checked(input, target, given, wanted, dtype, kept=None, inplace: bool = False) -> Tensor | LogProbOutput:
-    """As the public function, of options that were checked."""
+    """The public function, for options that were checked."""
     return log_prob(
         input, target, **given, return_entropy=wanted.entropy, return_lse=wanted.lse,
         return_stats=tuple(name for name in STATS if getattr(wanted, name)), kept=kept, inplace_backward=inplace,
@@ -390,7 +390,7 @@ def checked(
 
 
 def _options(ignore_index, scale, softcap, temperature) -> LogProb:
-    """With numbers in the place of those that were left out, and as floats."""
+    """The options with numbers for those that were left out, and with numbers as floats."""
     if not isinstance(temperature, Tensor):
         temperature = 1.0 if temperature is None else float(temperature)
     scale = 1.0 if scale is None else float(scale)
@@ -468,12 +468,12 @@ def _as_rows(
 
 
 def _split(options: LogProb) -> tuple[LogProb, Tensor | None]:
-    """(options whose temperature is a number, the temperatures of rows)."""
+    """(options whose temperature is a number, the temperatures of rows or None)."""
     return options.with_number(), options.temperature if isinstance(options.temperature, Tensor) else None
 
 
 def split(options: LogProb, x: Tensor) -> tuple[LogProb, Tensor | None]:
-    """The same, with temperatures of all rows [n] as kernels take them. x: the logits, or what they are made of."""
+    """`_split`, with temperatures of all rows [n] as kernels take them. x: the logits, or what they are made of."""
     options, of_rows = _split(options)
     if of_rows is None:
         return options, None
@@ -506,9 +506,9 @@ def output_of(found, wanted: Asked, shape, leading, dtype: torch.dtype) -> Tenso
 
 
 class _LogProb(torch.autograd.Function):
-    """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what nobody asked for.
+    """(log_prob, entropy, lse, statistics) of rows, in the dtype of the arithmetic; None for what is not asked for.
 
-    The first alone, where nobody asked for more.
+    log_prob alone, if nothing more is asked for.
     """
 
     @staticmethod
@@ -547,7 +547,7 @@ class _LogProb(torch.autograd.Function):
             return differentiable_gradient(x, target, temperature, ctx.options, gradients, columns), *nothing
         rows = with_whole_rows(x)
         given = given_of(rows, target, temperature, ctx.options, columns)
-        dx = rows.detach() if ctx.inplace else None  # of a copy, where a hook gave back other strides
+        dx = rows.detach() if ctx.inplace else None  # or of a copy, if a hook gave back other strides
         dx = backward(given, m, ls, entropy, gradients, ctx.options, dx)
         if ctx.inplace:  # whoever else keeps the logits is told by autograd
             bump_version(x)
@@ -582,7 +582,7 @@ def _found_gradient(ctx, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse
     return call(given, dx, (m, ls, entropy, dlog_prob, dentropy, dlse), ctx.options.numbers[1])
 
 
-# As its apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+# As its apply, without its search for functorch's wrappers: a call under a transform does not come here.
 _apply = super(torch.autograd.Function, _LogProb).apply
 
 
@@ -617,7 +617,7 @@ def _composed(input, target, options: LogProb, columns: Kept, wanted: Asked, dty
 
 
 def _traced(input, target, options: LogProb, columns: Kept, wanted: Asked, dtype) -> Tensor | LogProbOutput:
-    """One registered operator, which has no place for a gradient over the logits: it gets one of its own."""
+    """One registered operator. It cannot write the gradient over the logits, and allocates one."""
     rows = input.reshape(-1, input.shape[-1])
     if isinstance(options.temperature, Tensor):
         options = replace(options, temperature=options.temperature.detach().reshape(-1))

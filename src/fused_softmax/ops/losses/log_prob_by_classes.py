@@ -1,10 +1,10 @@
 """The gradients of a linear layer's log-probabilities by blocks of classes, each of which has all rows.
 
-The forward pass knows the state of every row, by chunks of rows. So a block's logits, made again, give its gradient,
+The forward pass knows the state of every row, by chunks of rows. So a block's logits, made again, give their gradient,
 and two products follow. The block's rows of linear_weight's gradient are one product over all rows, to which nothing is
-added: no float32 copy of that gradient exists. What is added up is the input's.
+added: no float32 copy of that gradient exists. Only the input's gradient is added up.
 Extra memory: a block of logits; a copy of the input, with 0 for rows that have no part; the input's gradient in the
-dtype of the arithmetic, where several products are added up in it.
+dtype of the arithmetic, if several products are added up in it.
 """
 
 from typing import NamedTuple
@@ -21,11 +21,14 @@ from fused_softmax.ops.losses.options import Kept, LogProb
 from fused_softmax.ops.losses.over_ranks.log_prob import OfCall, gradient_of
 from fused_softmax.ranks.groups import Shards
 
-_WORD = 32  # columns of a bitmask's word, which a block begins with
+_WORD = 32  # columns of a bitmask's word: a block begins with a word
 
 
 class Way(NamedTuple):
-    """How gradients are made. classes: of a block at most; None by chunks of rows. reason: "" where none is chosen."""
+    """How gradients are made.
+
+    classes: of a block at most; None if by chunks of rows. reason: "" if there was no choice.
+    """
 
     classes: int | None
     reason: str
@@ -62,11 +65,11 @@ def _block_of(x: Tensor, w: Tensor, chunk_size: int | None) -> int:
 
 
 def _bytes_by_rows(x: Tensor, w: Tensor, linear: Linear) -> int:
-    """Beside inputs and gradients: a chunk, its rows, a lowered weight; and a sum that is wider than the gradient."""
+    """Bytes besides inputs and gradients: a chunk, its rows, a lowered weight; a sum wider than the gradient."""
     rows, size, of_w = min(linear.chunk_size, len(x)), x.element_size(), w.element_size()
     chunk = rows * (len(w) + x.shape[1]) * size + _lowered(x, w, len(w))
     wide = arithmetic_of(x).itemsize if linear.accumulate and len(x) > rows else of_w
-    # In the end the chunk is gone, and the rounded sum lies beside the sum.
+    # In the end the chunk is gone, and the rounded sum is in memory beside the sum.
     return max(chunk + w.numel() * (wide - of_w), w.numel() * wide) if wide > of_w else chunk
 
 
@@ -92,7 +95,7 @@ def gradients_by_classes(
     blocks = blocks_of_classes(0, n_classes, classes)
     sizes = tuple(block.stop - block.first for block in blocks)
     vector = VECTOR_BYTES // x.element_size()
-    stride = -(-max(sizes) // vector) * vector  # rows that begin on a vector, as whole ones do
+    stride = -(-max(sizes) // vector) * vector  # rows begin on a vector, as whole ones do
     room = torch.empty(n, stride, dtype=x.dtype, device=x.device)
     dw = torch.empty(w.shape, dtype=w.dtype, device=w.device)
     db = torch.empty(n_classes, dtype=arithmetic_of(x), device=x.device) if asked[2] else None

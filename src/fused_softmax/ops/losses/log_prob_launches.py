@@ -31,15 +31,15 @@ _NUMBERS = ("factor", "hidden", "cap")
 _READ_NUMBERS = ("factor", "cap")  # of a kernel that masks columns past a row's end
 _LIST_NUMBERS = ("n_kept", "first_row")
 _SHARD_NUMBERS = ("origin", "n_classes")
-_LIST_COLS, _LIST_WARPS = 1024, 4  # of a tile of listed columns, whatever stands beside it
-# Of a part of a gradient that lists truncate. By themselves, parts of 4 pieces of 1024 bf16 take 742 us, of 8 824, of
-# 32 1028 (torch's memset 735).
+_LIST_COLS, _LIST_WARPS = 1024, 4  # of a tile of listed columns, in any batch
+# Pieces of a part, in the gradient of rows over lists. Parts of 4 pieces of 1024 bf16 take 742 us, of 8 pieces 824, of
+# 32 pieces 1028 (torch's memset 735).
 _LIST_PIECES = 4
-_LIST_PROGRAMS = 64  # that share a list where rows are few
+_LIST_PROGRAMS = 64  # programs that share a list, if rows are few
 
 
 class Asked(NamedTuple):
-    """What a call wants beside log-probabilities. states: m and ls of every row, of which a gradient is made."""
+    """What a call wants beside log-probabilities. states: m and ls of every row, for a gradient."""
 
     entropy: bool = False
     lse: bool = False
@@ -52,8 +52,8 @@ class Asked(NamedTuple):
 class LogProbRows(NamedTuple):
     """Of rows [n]: m and ls, whose sum is lse; log-probabilities [n, k]; and what else is asked for, or None.
 
-    Of rows of a shard log-probabilities of classes that others have are +inf, and the mean over kept columns is
-    [2, n]: the sum of their logits, and how many they are.
+    In a shard, log-probabilities of classes that other shards have are +inf, and the mean over kept columns is [2, n]:
+    the sum of their logits, and their number.
     """
 
     m: Tensor | None
@@ -90,18 +90,18 @@ class GivenLogits(NamedTuple):
 
     @property
     def crosses(self) -> bool:
-        """Whether bits of a shard's neighbouring columns lie over two bytes."""
+        """Whether the bits of a shard's neighbouring columns may lie in two bytes."""
         return self.shard is not None and self.kept.bits is not None and self.shard[0] % 8 > 0
 
     @property
     def of_launch(self) -> dict[str, int]:
-        """What each launch is given of a list and of a shard."""
+        """The arguments of a list and of a shard that each launch gets anew."""
         of_list = zip(_LIST_NUMBERS, self.kept.numbers, strict=False)
         return dict((*of_list, *zip(_SHARD_NUMBERS, self.shard or (), strict=False)))
 
     @property
     def n_targets(self) -> int:
-        """Of a row."""
+        """Targets of a row."""
         return self.target.shape[1] if self.target.ndim > 1 else 1
 
     def values(self, options: LogProb) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def given_of(
 
 
 def aligned(x: Tensor, kept: Kept = EVERY) -> Tensor:
-    """Rows of which each starts on 16 bytes, where so many columns can: else they would be summed in another order.
+    """Rows, each of which starts on 16 bytes if so many columns can. Otherwise they would be summed in another order.
 
     Listed columns are read one by one, wherever rows start.
     """
@@ -226,7 +226,10 @@ def _spec(given: GivenLogits, options: LogProb, plan: RowPlan) -> LossSpec:
 
 
 class Gradients(NamedTuple):
-    """Those of log-probabilities, as the targets lie, entropy [n] and lse [n], in the dtype of the arithmetic."""
+    """The incoming gradients of log-probabilities, as the targets lie, of entropy [n] and of lse [n].
+
+    They are in the dtype of the arithmetic.
+    """
 
     log_prob: Tensor | None
     entropy: Tensor | None
@@ -237,9 +240,9 @@ def backward(
     given: GivenLogits, m: Tensor, ls: Tensor, entropy: Tensor | None, gradients: Gradients, options: LogProb,
     dx: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of rows [n, n_cols], columns contiguous; dx: where it goes, which may be the logits, or new.
+    """The gradient of rows [n, n_cols], columns contiguous. dx: where it goes, which may be the logits; new if None.
 
-    entropy: of the rows, where a gradient of it is given.
+    entropy: of the rows, if it has a gradient.
     """
     x = given.x
     if dx is None:
@@ -303,7 +306,7 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
 
 
 def _prepare_listed(given: GivenLogits, dx: Tensor, beside: tuple, options: LogProb, plan: RowPlan) -> Launched:
-    """The same of rows that lists truncate, in two launches."""
+    """What writes the gradient of rows that are normalised over lists, in two launches."""
     from fused_softmax.ops.losses.kernels.log_prob_listed import _listed_gradient, _write_listed
 
     x, device, empty = given.x, given.x.get_device(), allocator(given.x.device)
@@ -322,7 +325,7 @@ def _prepare_listed(given: GivenLogits, dx: Tensor, beside: tuple, options: LogP
     values = given.values(options) | {"n_programs_of_row": shared}
 
     def waiting(given):
-        """Gradients at listed columns; NaN where offsets fall, and then what stands at all other columns of a row."""
+        """(buffer for the gradients of listed columns; NaN if offsets fall, and then each row's fill)."""
         n, n_kept = len(given.x), given.kept.ids.shape[0]
         return empty((n_kept,), (1,), given.x.dtype), torch.zeros(1 + n, dtype=torch.float32, device=given.x.device)
 

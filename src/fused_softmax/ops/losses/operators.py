@@ -136,14 +136,14 @@ def linear_backward(dy, x, w, target, bias, *given):
 def _split(
     given: tuple, defaults: tuple = (None, False, False), names: Collection[str] = Loss.FORMULA
 ) -> tuple[tuple, tuple]:
-    """A loss's options, and what stands behind them; the dispatcher leaves out last arguments that are defaults."""
+    """A loss's options, and the arguments after them. The dispatcher leaves out last arguments that are defaults."""
     n = len(names)
     more = given[n:]
     return given[:n], (*more, *defaults[len(more) :])
 
 
 def _at_once(x, reduction: str, asked) -> list[bool]:
-    """Which gradients are made beside the loss. Of fp16, what loss scaling would have kept would be lost by then."""
+    """Which gradients are made beside the loss. In fp16 none: what loss scaling would have kept would underflow."""
     return [bool(each) and reduction != "none" and x.dtype != torch.float16 for each in asked or (False,) * 3]
 
 
@@ -188,7 +188,7 @@ def _gradient(x, target, lse, dy, dz, dls, loss):
     g_z = g if dz is None else g + dz.to(z.dtype)
     if loss.mean:
         of_loss = counts.sum() if loss.weight is None else torch.where(kept, w, 0.0).sum()
-        # What nothing came back to asks nothing, though a total may be 0 too.
+        # No incoming gradient gives no gradient, even if a total is 0 too.
         g_z, g = (torch.where(of == 0, 0.0, of / total) for of, total in ((g_z, counts.sum()), (g, of_loss)))
     hard, even = 1.0 - loss.label_smoothing, loss.label_smoothing / n_classes
     a = g * (hard * w + even * weights.sum()) + g_z * 2.0 * loss.lse_square_scale * lse
@@ -315,7 +315,7 @@ def save_given_lse(ctx, inputs, output):
 
 
 def given_lse_gradient(ctx, dy):
-    """exp(z - lse), less 1 at the target: that of a whole row's loss with m = lse and ls = 0."""
+    """exp(z - lse), less 1 at the target: the gradient of a whole row's loss with m = lse and ls = 0."""
     input, target, lse, weight = ctx.saved_tensors
     dx, lse = None, lse.detach().to(arithmetic_of(input))
     if ctx.needs_input_grad[0] and torch.is_grad_enabled():
@@ -335,7 +335,7 @@ def save_cross_entropy_backward(ctx, inputs, output):
 
 
 def cross_entropy_second(ctx, g):
-    """Of the gradient as a function of the logits, m and ls included."""
+    """The gradient of cross_entropy's gradient, as a function of the logits, m and ls included."""
     input, target, dy, dz, dls, weight = ctx.saved_tensors
     at = (0, 4, 5, 6)
     with torch.enable_grad():
@@ -373,7 +373,7 @@ def linear_gradient(ctx, dy, dinput, dlinear_weight, dlinear_bias, dlse=None, dz
     if torch.is_grad_enabled():
         gradients = linear_ops.differentiable_gradient(x, w, bias, target, loss, asked, dy, dlse, dz)
     elif alone and ctx.at_once and all(made or not wanted for made, wanted in zip(ctx.more[2], asked, strict=True)):
-        # The product is rounded once, and dy, which may be any number, not at all.
+        # The product is rounded once. dy is not rounded, because it may be any number.
         gradients = [(each.to(dy.dtype) * dy).to(each.dtype) for each in gradients]
     else:
         dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device) if dy is None else dy
@@ -386,6 +386,6 @@ def linear_gradient(ctx, dy, dinput, dlinear_weight, dlinear_bias, dlse=None, dz
 
 
 def _all_of(of_loss: tuple) -> tuple:
-    """With the defaults that the dispatcher left out."""
+    """The arguments, with the defaults that the dispatcher left out."""
     defaults = tuple(Loss.DEFAULTS[name] for name in Loss.FORMULA)
     return (*of_loss, *defaults[len(of_loss) :])

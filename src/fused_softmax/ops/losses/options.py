@@ -67,7 +67,7 @@ def _is_cap(name: str, argument: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Loss(Options):
-    """What a call asks of its losses, beside logits and targets. An option's type, default and check stand here alone.
+    """What a call asks of its losses, beside logits and targets. It alone declares an option's type, default and check.
 
     weight: [n_classes], in the dtype of the arithmetic, or None. scale, softcap: the logits are x * scale, and then
     softcap * tanh(of that / softcap). batch_invariant: whether the bits of a row's loss and of its gradient are to
@@ -105,7 +105,7 @@ class Loss(Options):
         return self.plain and not self.smooth
 
     def kind(self) -> dict[str, Any]:
-        """The fields of a LossSpec that this decides."""
+        """The fields of a LossSpec that these options decide."""
         return {
             "weighted": self.weight is not None, "smooth": self.smooth, "mean": self.mean, "stats": self.stats,
             "finds": self.stats,
@@ -115,16 +115,19 @@ class Loss(Options):
 
     @cached_property
     def key(self) -> tuple:
-        """What kept calls depend on of this, beside the values of its numbers and the weight."""
+        """What kept calls depend on of these options, besides the values of numbers and the weight."""
         return *self.kind().values(), self.ignore_index, self.batch_invariant
 
     def values(self) -> dict[str, Any]:
-        """A kernel's arguments by name. ignore_index stays with a launch; LossNumbers are given with each."""
+        """A kernel's arguments by name. ignore_index stays with a launch; each launch gets LossNumbers anew."""
         return {"ignore_index": self.ignore_index, **self.numbers._asdict()}
 
     @cached_property
     def numbers(self) -> LossNumbers:
-        """The numbers as 32 bits hold them, where another is 0 or infinite: -inf times 0 would be NaN."""
+        """The numbers as 32 bits hold them.
+
+        None becomes 0 or infinite by rounding, because -inf times 0 would be NaN.
+        """
         scale, softcap = self.scale, self.softcap
         return LossNumbers(
             math.copysign(min(max(abs(scale), _LEAST_NORMAL), _GREATEST), scale),
@@ -135,26 +138,26 @@ class Loss(Options):
         )
 
     def exact_numbers(self, x: Tensor) -> Tensor | None:
-        """The numbers in fp64, where the logits have it: a kernel's own have 32 bits."""
+        """The numbers in fp64, if the logits have it: those of a kernel's arguments have 32 bits."""
         if x.dtype != torch.float64:
             return None
         numbers = (self.scale, self.softcap or 1.0, self.label_smoothing, self.lse_square_scale)
         return torch.stack([torch.full((), number, dtype=x.dtype, device=x.device) for number in numbers])
 
     def weight_total(self) -> Tensor | None:
-        """W = sum_c w_c, where smoothing asks for it."""
+        """W = sum_c w_c, if smoothing needs it."""
         return self.weight.sum(dtype=self.weight.dtype) if self.weight is not None and self.smooth else None
 
     def asked(self) -> dict[str, Any]:
-        """What every rank of a group has to ask alike."""
+        """What every rank of a group has to give alike."""
         return self.options() | {"weight": self.weight is not None}
 
     def without_rows(self) -> Self:
-        """Less the options that need more of a row than its lse and its target's logit."""
+        """The options without those that need more of a row than its lse and its target's logit."""
         return replace(self, **{name: self.DEFAULTS[name] for name in WITH_ROWS})
 
     def reference_arguments(self) -> dict[str, Any]:
-        """As `reference.cross_entropy` takes them, but for the reduction."""
+        """The arguments of `reference.cross_entropy`, without the reduction."""
         return {name: value for name, value in self.formula().items() if name != "reduction"}
 
     @classmethod
@@ -168,11 +171,11 @@ class Loss(Options):
 
 
 OPTIONS, LOSS_NUMBERS = Loss.OPTIONS, LossNumbers._fields
-READ_NUMBERS = tuple(name for name in LOSS_NUMBERS if name != "hidden")  # of kernels that mask columns past a row's end
+READ_NUMBERS = tuple(name for name in LOSS_NUMBERS if name != "hidden")  # for kernels that mask columns past the end
 read_numbers = attrgetter(*READ_NUMBERS)
 NUMBERS = tuple(name for name, option in OPTIONS.items() if option.type.startswith("float"))  # given with each call
 WITH_ROWS = tuple(name for name, option in OPTIONS.items() if option.whole_rows)
-WITHOUT_ROWS = tuple(name for name in Loss.FORMULA if name not in WITH_ROWS)  # where lse is given
+WITHOUT_ROWS = tuple(name for name in Loss.FORMULA if name not in WITH_ROWS)  # if lse is given
 
 
 def weight_for_kernels(weight: Tensor | None, x: Tensor) -> Tensor | None:
@@ -222,7 +225,10 @@ class Kept(NamedTuple):
         return Kept(self.ids, self.offsets, bits, self.first_row + here.start)
 
     def of_rows(self, rows: Tensor) -> "Kept":
-        """Of these rows, by index. A list that cannot be read becomes one of what is no class."""
+        """The Kept of the rows with these indices.
+
+        A list that cannot be read becomes a list of one id that is no class.
+        """
         if self.ids is None or self.offsets is None:
             return self if self.bits is None else Kept(None, None, self.bits[rows])
         n_ids, offsets, spoilt = self.ids.shape[0], self.offsets.long(), unreadable(self.offsets, self.ids.shape[0])
@@ -235,7 +241,7 @@ class Kept(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        """What kept calls depend on of a list, whose length is another in each call."""
+        """What kept calls depend on of a list. Its length differs from call to call."""
         if self.ids is None or self.offsets is None:
             return ()
         return self.ids.dtype, self.offsets.dtype, self.ids.shape[0] < 2**31
@@ -247,7 +253,7 @@ class Kept(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What each launch is given of a list."""
+        """The numbers of a list that each launch gets."""
         return () if self.ids is None else (self.ids.shape[0], self.first_row)
 
 
@@ -255,7 +261,10 @@ EVERY = Kept()
 
 
 def unreadable(offsets: Tensor, n_ids: int) -> Tensor:
-    """Which rows' lists cannot be read: up to where offsets reach what they fell from, and past the ids."""
+    """Which rows' lists cannot be read.
+
+    They are those up to where offsets reach again what they fell from, and those that go past the ids.
+    """
     offsets = offsets.long()
     begin, end, upto = offsets[:-1], offsets[1:], offsets.cummax(0).values
     spoilt = (begin < 0) | (begin != upto[:-1]) | (end < begin) | (end > n_ids)
@@ -336,28 +345,28 @@ class LogProb(Options):
 
     @cached_property
     def loss(self) -> Loss:
-        """The logits as a loss has them: divided by a number t, softcap(x * scale) is a softcap of both over t."""
+        """The logits as a loss has them. softcap(x * scale) over a number t is a softcap with scale and cap over t."""
         t = 1.0 if isinstance(self.temperature, Tensor) else self.temperature
         softcap = None if self.softcap is None else self.softcap / t
         return Loss(ignore_index=self.ignore_index, reduction="none", softcap=softcap, scale=self.scale / t)
 
     @cached_property
     def key(self) -> tuple:
-        """What kept calls depend on of this, beside the values of its numbers and the temperatures."""
+        """What kept calls depend on of these options, besides the values of numbers and the temperatures."""
         return self.loss.key
 
     @cached_property
     def numbers(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(all that each launch is given, what a launch is given that masks columns past a row's end)."""
+        """(what each launch gets, what a launch gets whose kernel masks columns past a row's end)."""
         numbers = self.loss.numbers
         return numbers[:3], (numbers.factor, numbers.cap)
 
     def asked(self) -> dict[str, Any]:
-        """What every rank of a group has to ask alike."""
+        """What every rank of a group has to give alike."""
         return self.options() | ({"temperature": "of rows"} if isinstance(self.temperature, Tensor) else {})
 
     def with_number(self) -> Self:
-        """Less temperatures of rows, which are given beside it: what is kept holds no tensor."""
+        """The options without temperatures of rows, which are given beside them: what is kept holds no tensor."""
         return replace(self, temperature=1.0) if isinstance(self.temperature, Tensor) else self
 
 
@@ -384,8 +393,8 @@ GIVEN = ("logits", "log_probs", "probs")
 class Divergence(Options):
     """What a call asks of divergences, beside a student's logits and a teacher's rows.
 
-    Logits are softcap(x * scale) / temperature, those of the teacher by the target_ options. kind: "cross" too, whose
-    teacher's rows are probabilities, spread by label_smoothing. shard: whether rows are a rank's part of longer ones.
+    Logits are softcap(x * scale) / temperature; those of the teacher use the target_ options. kind: also "cross", with
+    a teacher of probabilities that label_smoothing spreads. shard: whether rows are a rank's part of longer rows.
     """
 
     kind: str = option("kl", "str", _is_one_of(*KINDS))
@@ -410,7 +419,7 @@ class Divergence(Options):
 
     @cached_property
     def losses(self) -> tuple[Loss, Loss]:
-        """The student's logits and the teacher's as losses have them."""
+        """The LogProb's loss for the student's logits, and for the teacher's."""
         student = LogProb(scale=self.scale, softcap=self.softcap, temperature=self.temperature)
         teacher = LogProb(
             scale=self.target_scale, softcap=self.target_softcap, temperature=self.target_temperature
@@ -419,11 +428,11 @@ class Divergence(Options):
 
     @property
     def twice(self) -> bool:
-        """Whether a divergence is a sum of what both rows' states are needed for."""
+        """Whether the terms of the divergence need the states of both whole rows, and so a second pass."""
         return self.kind in ("jsd", "tvd")
 
     def fields(self) -> dict[str, Any]:
-        """Those of a PairSpec that this decides."""
+        """The fields of a PairSpec that these options decide."""
         student, teacher = (each.kind() for each in self.losses)
         return {
             "divergence": self.kind, "given": self.target_is, "smooth": self.label_smoothing > 0,
@@ -433,21 +442,21 @@ class Divergence(Options):
 
     @cached_property
     def key(self) -> tuple:
-        """What kept calls depend on of this, beside the values of its numbers and the tensors."""
+        """What kept calls depend on of these options, besides the values of numbers and the tensors."""
         return tuple(self.fields().values())
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """As each launch is given them."""
+        """The numbers that each launch gets."""
         student, teacher = (each.numbers for each in self.losses)
         return student.factor, student.cap, teacher.factor, teacher.cap, float(self.beta), float(self.label_smoothing)
 
     def asked(self) -> dict[str, Any]:
-        """What every rank of a group has to ask alike."""
+        """What every rank of a group has to give alike."""
         return {name: "of rows" if isinstance(each, Tensor) else each for name, each in self.options().items()}
 
     def with_numbers(self) -> Self:
-        """Less temperatures of rows, which are given beside it: what is kept holds no tensor."""
+        """The options without temperatures of rows, which are given beside them: what is kept holds no tensor."""
         plain = self
         if isinstance(plain.temperature, Tensor):
             plain = replace(plain, temperature=1.0)
@@ -457,7 +466,7 @@ class Divergence(Options):
 
 
 def check_of_rows(name: str, input: Tensor, shape: tuple[int, ...], argument: str, value: Any) -> None:
-    """An error where a tensor is not one number of every row, without a gradient."""
+    """Raise an error unless a tensor is one number for every row, without a gradient."""
     if not isinstance(value, Tensor):
         return
     if value.layout != torch.strided:

@@ -44,7 +44,7 @@ class CrossEntropyOutput(NamedTuple):
     """
 
     loss: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     lse: Tensor | Any = None
     z_loss: Tensor | Any = None
     token_stats: TokenStats | Any = None

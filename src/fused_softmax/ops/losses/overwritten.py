@@ -1,7 +1,8 @@
-"""Logits whose memory their gradient takes: autograd is told of the write, and each memory is given once.
+"""Logits whose memory their gradient takes: autograd is told of the write, and each memory is given away once.
 
-A tensor's version counts the writes into all views of its memory. Ours are known, with the place of each, so losses of
-other rows or columns of one memory do not disturb each other; any other write to it is taken for one over the gradient.
+A tensor's version counts the writes into all views of its memory. This file knows its own writes, with the place of
+each, so losses of other rows or columns of one memory do not disturb each other. Any other write to the memory counts
+as one over the gradient.
 """
 
 from functools import partial
@@ -31,7 +32,7 @@ class _Place(NamedTuple):
 
 
 class _Memory:
-    """Of a tensor and all its views: how many of its versions are ours, and what was given away at which other one."""
+    """The memory of a tensor and its views: how many versions of it are ours, and what was given away at which one."""
 
     def __init__(self) -> None:
         self.ours = 0
@@ -42,14 +43,14 @@ _memories: Any = WeakTensorKeyDictionary()
 
 
 class Claim:
-    """That logits' memory belongs to one loss. It holds the memory, until it is dropped."""
+    """The claim that a memory of logits belongs to one loss. It holds the memory until it is dropped."""
 
     def __init__(self, base: Tensor, memory: _Memory, place: _Place) -> None:
         self._base, self._memory, self._place = base.detach(), memory, place
         self._others = base._version - memory.ours
 
     def take(self) -> None:
-        """Nobody else gets the memory, until somebody has written to it."""
+        """Take the memory. Nobody else gets it until somebody has written to it."""
         self._memory.given.append((self._others, self._place))
 
     def bump(self) -> None:
@@ -81,11 +82,11 @@ def check_overwritten(name: str, input: Tensor) -> None:
 
 
 def begin_overwriting(input: Tensor) -> Claim:
-    """Tell autograd of the write that a call is about to do, or RuntimeError where it would refuse one.
+    """Tell autograd of the write that a call is about to do. RuntimeError where autograd would refuse one.
 
-    Marked as dirty, logits would have to be returned, which autograd refuses of a view. A view gets another node when
-    its version changes. Changed before the call, that node is the one that the loss leads to: its gradient can be asked
-    for, and hooks may follow. Those it has already are taken along, and so is retain_grad.
+    Marked as dirty, logits would have to be returned, which autograd refuses for a view. A view gets another node when
+    its version changes. If that happens before the call, this node is the one that the loss leads to: its gradient can
+    be asked for, and hooks may follow. The hooks of the old node are moved to it, and so is retain_grad.
     """
     check_overwritten("cross_entropy", input)
     hooks = input._backward_hooks
@@ -115,7 +116,7 @@ def claim_of(input: Tensor) -> Claim:
 
 
 def _place_of(x: Tensor) -> _Place:
-    """Of logits [n_classes], [n, n_classes] or with more dims, whose rows are contiguous."""
+    """The place of logits [n_classes], [n, n_classes] or with more dims, whose rows are contiguous."""
     size, class_dim = x.element_size(), min(1, x.ndim - 1)
     if not x.numel():
         return _Place(0, 0, 1, 0)
@@ -141,7 +142,7 @@ class Overwritten:
         self._claim.take()
 
     def memory(self) -> Tensor:
-        """The logits, whose memory is the gradient's from now on. RuntimeError if they are gone or were changed."""
+        """The logits. From now on their memory is the gradient's. RuntimeError if they are gone or were changed."""
         x, claim = self._x, self._claim
         if x is None or claim is None:
             raise RuntimeError("cross_entropy: inplace_backward has one backward")

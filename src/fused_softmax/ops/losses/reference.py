@@ -39,7 +39,7 @@ def cross_entropy(
         z, known = _spared(z, counts, softcap)
         lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
         lse = lse if known is None else torch.where(counts | known.isfinite(), lse, known)
-    else:  # that of longer rows: its value stays as it is given, and its derivative by z is p
+    else:  # that of longer rows: its value stays as given, and its derivative by z is p
         lse = lse.detach().to(arithmetic)
         z, of_rows = (torch.where(on, each, 0.0) for on, each in ((counts.unsqueeze(-1), z), (counts, lse)))
         z = _capped(z, softcap)
@@ -55,7 +55,7 @@ def cross_entropy(
         wrong = counts & ((t < 0) | (t >= n_classes))
         kept = counts & ~wrong
         t = torch.where(kept, t, 0)
-        w = weights.gather(0, t.flatten()).view(t.shape)  # and not weights[t], which vmap refuses of one target
+        w = weights.gather(0, t.flatten()).view(t.shape)  # not weights[t], which vmap refuses for one target
         loss = -w * log_p.gather(-1, t.unsqueeze(-1)).squeeze(-1)
         if label_smoothing:
             loss = (1.0 - label_smoothing) * loss - label_smoothing / n_classes * (weights * log_p).sum(-1)
@@ -74,9 +74,9 @@ def cross_entropy(
 
 
 def _spared(z: Tensor, counts: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """(z capped, and 0 in rows that do not count and whose lse is not finite; the lse of all rows as they were).
+    """(z capped, and 0 in rows that do not count and whose lse is not finite; the lse of all rows as it was).
 
-    Of such a row's gradient of 0, torch's operations would make NaN.
+    The gradient of such a row is 0, of which torch's operations would make NaN.
     """
     if counts is None:
         return _capped(z, softcap), None
@@ -161,7 +161,7 @@ def log_prob(
     if columns is not None:
         own, spoilt = columns[0] | columns[1], columns[1]
         seen = seen & own
-    z = torch.where(seen, input.to(arithmetic), 0.0)  # of an ignored row's NaN, 0 would make NaN
+    z = torch.where(seen, input.to(arithmetic), 0.0)  # 0 times an ignored row's NaN would be NaN
     z = finished(z, scale, softcap, temperature)
     if columns is not None:
         return _truncated(z, t, target.shape, counts, wrong, own, spoilt)
@@ -186,7 +186,7 @@ def _truncated(z, t, shape, counts, wrong, columns, spoilt) -> tuple[Tensor, Ten
     mean = torch.where(n > 0, torch.where(columns, z, 0.0).sum(-1) / n, 0.0)
     z = z.masked_fill(~columns, -math.inf)
     empty = (z == -math.inf).all(-1)
-    z = torch.where(empty.unsqueeze(-1), 0.0, z)  # of -inf alone, torch's operations would make NaN
+    z = torch.where(empty.unsqueeze(-1), 0.0, z)  # torch's operations would make NaN of -inf alone
     lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
     p = log_p.exp()
     entropy = -torch.where(p == 0, 0.0, p * torch.where(p == 0, 0.0, log_p)).sum(-1)
@@ -206,9 +206,9 @@ def _truncated(z, t, shape, counts, wrong, columns, spoilt) -> tuple[Tensor, Ten
 
 
 def columns_of(kept: tuple[Tensor, Tensor] | Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(which columns of logits of a shape rows are normalised over; which rows cannot be, [..., 1]).
+    """(the columns of logits of a shape over which rows are normalised; rows [..., 1] whose columns cannot be right).
 
-    Where offsets fall, rows cannot be up to where they reach what they fell from.
+    If offsets fall, these are the rows up to where offsets reach again what they fell from.
     """
     *leading, n_classes = shape
     n_rows = math.prod(leading)

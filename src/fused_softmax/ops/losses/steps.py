@@ -1,7 +1,7 @@
 """A cross-entropy of rows as its launches, prepared one by one, and their gradient for autograd.
 
-The gradient of a sum or mean is written together with the losses if that saves a read of the logits; for a second
-backward it is written so again. Otherwise it is computed from the logits and each row's m and ls.
+The gradient of a sum or mean is written together with the losses if that saves a read of the logits. A second backward
+pass writes it in the same way again. Otherwise it is computed from the logits and each row's m and ls.
 """
 
 from collections.abc import Callable
@@ -69,9 +69,9 @@ class Steps(NamedTuple):
 
 
 class OverRanks(NamedTuple):
-    """Of a loss that ranks have merged in its launch: its shards, and what makes its gradient another time.
+    """A loss that ranks have merged in its launch: its shards, and what makes its gradient a second time.
 
-    gradient: (ctx, dy) -> (dx,), by what the Function keeps, of which `m` is m and ls of rows [2, n].
+    gradient: (ctx, dy) -> (dx,), from what the Function keeps; its `m` is m and ls of rows [2, n].
     """
 
     shards: Shards
@@ -91,7 +91,7 @@ def rows_of(input: Tensor) -> Tensor:
 
 
 def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor | None = None) -> Steps:
-    """The steps of a loss for rows and targets like these, as Launched. lse: of every row, where it is given."""
+    """The steps of a loss for rows and targets like these, as Launched. lse: of every row, if it is given."""
     dx, dtype = dx_like(kind, x), _dtype_of_rows(loss, kind)
     plan = plan_forward(x, dx, loss) if lse is None else None
     whole = plan is not None and not kind.wanted.z_loss and is_whole(plan, dx, loss)
@@ -108,7 +108,7 @@ def prepare_steps(kind: Kind, x: Tensor, target: Tensor, loss: Loss, lse: Tensor
 
 
 def dx_like(kind: Kind, x: Tensor) -> Tensor | None:
-    """Where a gradient like that of x goes, if it is written with the loss."""
+    """Where a gradient like x goes, if it is written with the loss."""
     if not kind.at_once:
         return None
     return x.detach() if kind.inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -118,7 +118,7 @@ def prepare_around(
     prepare_rows: Callable[[Tensor | None], Launched], kind: Kind, dx: Tensor | None, target: Tensor, loss: Loss,
     n_classes: int, arithmetic: torch.dtype, whole: bool, counts: bool,
 ) -> Steps:  # fmt: skip
-    """The steps of which `prepare_rows` gives that of the rows, by the targets' totals or without.
+    """The steps of a loss. `prepare_rows` gives the step of the rows, with the targets' totals or without.
 
     whole: whether the rows' launch sums their losses. counts: whether it, or the launch that sums them, counts targets.
     """
@@ -138,7 +138,7 @@ def run_steps(
     steps: Steps, x: Tensor, target: Tensor, loss: Loss, numbers: tuple, given_lse: Tensor | None, kind: Kind,
     dx: Tensor | None,
 ):  # fmt: skip
-    """((loss, lse, z-loss, statistics), rows, totals): what was given or not asked for is None, or missing."""
+    """((loss, lse, z-loss, statistics), rows, totals). What was given or not asked for is None, or missing."""
     totals = None if steps.totals is None else steps.totals(target, loss.weight)
     given = given_of(x, dx, target, loss, totals)
     if given_lse is None:
@@ -163,7 +163,7 @@ def run_steps(
 
 
 def losses_of(x: Tensor, target: Tensor, loss: Loss, kind: Kind, lse: Tensor | None = None):
-    """`run_steps` of a call that is not kept whole: its steps are, each by itself."""
+    """`run_steps` for a call that is not kept as a whole: each of its steps is kept by itself."""
     dtype = _dtype_of_rows(loss, kind)
 
     def rows(given, numbers, given_lse=None):
@@ -192,7 +192,7 @@ def _finish_step(loss, dtype, values, z, totals, *_):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(loss, lse, z-loss, statistics) of rows; the gradient of a sum or mean is there when the loss is."""
+    """(loss, lse, z-loss, statistics) of rows. The gradient of a sum or mean is made together with the loss."""
 
     @staticmethod
     def forward(ctx, x, target, of_call, how):
@@ -256,7 +256,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dx, None, None, None
 
 
-# As _CrossEntropy.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+# As _CrossEntropy.apply, without its search for functorch's wrappers: a call under a transform does not come here.
 differentiated = super(torch.autograd.Function, _CrossEntropy).apply
 
 
@@ -291,9 +291,9 @@ def _saved(ctx) -> tuple:
 
 
 def _written_again(x, target, loss: Loss, numbers: tuple, kind: Kind) -> Tensor:
-    """The gradient that the forward pass wrote, by the same launches: their bits, and one pass over the logits.
+    """The gradient that the forward pass wrote, by the same launches: the same bits, and one pass over the logits.
 
-    x may lie otherwise than it did, and need no gradient, for what autograd saves may have been moved.
+    x may lie elsewhere than it did, and need no gradient, because what autograd saves may have been moved.
     """
     x = x if x.requires_grad else x.detach().requires_grad_()  # the steps of a loss with a gradient
     options = kind.wanted, kind.dtype, *loss.key, loss.reduction
@@ -311,14 +311,14 @@ def _prepare_again(kind: Kind, x: Tensor, target: Tensor, loss: Loss) -> Launche
 
 
 def functions_of(steps: Steps) -> Steps:
-    """What runs each of prepared steps."""
+    """The functions that run each of these prepared steps."""
     return Steps(*[each and each.__call__ for each in steps])
 
 
 def _states(x, target, loss, m, ls):
-    """m and ls of every row; made again where the gradient was written with the loss, and they were not kept.
+    """m and ls of every row. They are made again if they were not kept, as when the gradient was written with the loss.
 
-    Where lse is given, m is lse and there is no ls.
+    If lse is given, m is lse and there is no ls.
     """
     if m is not None:
         return m, torch.zeros_like(m) if ls is None else ls
@@ -327,7 +327,7 @@ def _states(x, target, loss, m, ls):
 
 
 def _one_by_one(x, target, m, ls, loss, dy, dlse, dz):
-    """The gradients of a batch, each by the operator, which PyTorch calls for one after the other."""
+    """The gradients of a batch, each by the operator, which PyTorch calls once for each."""
     m, ls = _states(x, target, loss, m, ls)
     operator = torch.ops.fused_softmax.cross_entropy_backward.default
     return operator(x, target, m, ls, dy, dz, dlse, *loss.traced())
@@ -339,7 +339,10 @@ def differentiable_gradient(x, target, loss: Loss, dy, dlse, dz, given_lse=None)
 
 
 def differentiable_gradients(inputs, logits, target, loss: Loss, dy, dlse, dz, given_lse=None) -> tuple[Tensor, ...]:
-    """Those of the inputs that logits [n, n_classes] were made of; dy, dlse and dz are of loss, lse and z-loss."""
+    """The gradients, by torch's operations, of the inputs from which logits [n, n_classes] were made.
+
+    dy, dlse and dz are of loss, lse and z-loss.
+    """
     y, lse, z = reference.cross_entropy(
         logits, target, reduction=loss.reduction, **loss.reference_arguments(), dtype=arithmetic_of(logits),
         arithmetic=arithmetic_of(logits), lse=given_lse,

@@ -1,4 +1,4 @@
-"""What a loss takes beside its rows, over all of them: the targets are counted, losses added, a gradient multiplied.
+"""What a loss needs over all rows: targets are counted, losses are added, a gradient is multiplied.
 
 Traffic: 8 bytes a target and 4 a loss; a gradient is read and written once more unless its factor is 1.
 """
@@ -25,7 +25,7 @@ _MULTIPLIERS = 8  # programs a multiprocessor
 
 
 def totals_of(target: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype) -> Tensor:
-    """[2, parts]: of every part of the targets, the weights and the number of those that count."""
+    """[2, parts]: for every part of the targets, the sum of weights and the number of targets that count."""
     options, tensors = (loss.ignore_index, n_classes, dtype), (target, loss.weight)
     return kept("totals", options, tensors, prepare_totals, target, loss, n_classes, dtype)(*tensors)
 
@@ -71,7 +71,7 @@ def finish(rows: LossRows, totals: Tensor | None, loss: Loss, dtype: torch.dtype
 
 
 def counts_targets(target: Tensor, mean: bool, gradient: bool) -> bool:
-    """Whether the launch that sums losses counts their targets too, which no gradient has asked for before."""
+    """Whether the launch that sums losses also counts their targets, which no gradient has needed before."""
     return mean and not gradient and target.numel() <= _COUNTED
 
 
@@ -156,6 +156,6 @@ def prepare_multiply(dx: Tensor, factor: Tensor) -> Launched:
 
 
 def _multiply_apart(dx: Tensor, factor: Tensor) -> None:
-    # By data, for the version of logits counts others' writes. A number of one dim, for without dims its dtype would be
-    # dx's, which may not hold it.
+    # By data, because the version of logits counts others' writes. A number of one dim, because without dims its dtype
+    # would be dx's, which may not hold it.
     dx.data.mul_(factor.view(1))

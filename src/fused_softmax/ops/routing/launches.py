@@ -17,10 +17,10 @@ from fused_softmax.ops.routing.plan import SUMMING, SUMMING_WARPS, WARPS, RouteP
 
 MOST_EXPERTS, MOST_K = 4096, 64
 MOST_GROUPS, MOST_GROUP_TILES = LANES, 64  # each group has a lane, and its experts begin with a tile of their own
-HELD = 16  # tiles of experts up to which a program holds in registers what it adds up; by more it reads its rows again
-REGISTERS = 65536 // (32 * WARPS * SUMMING)  # of a thread, by which all programs that add up are resident at once
+HELD = 16  # tiles of experts up to which registers hold the sums of a program; with more it reads its rows again
+REGISTERS = 65536 // (32 * WARPS * SUMMING)  # of a thread, so that all programs that add up rows are resident at once
 _SUMS = 3  # the use of slots
-_UNIT_BITS = 40  # of a sum of probabilities behind the point, of up to 2 ** 22 rows
+_UNIT_BITS = 40  # binary places of a sum of probabilities, for up to 2 ** 22 rows
 
 
 class RouteRows(NamedTuple):
@@ -34,11 +34,12 @@ class RouteRows(NamedTuple):
 
 
 class RoutedRows(NamedTuple):
-    """What kernels find of rows; None where it is not asked for.
+    """What kernels find of rows; None for what is not asked for.
 
-    states: float32 [n_rows, 2 or 3], of each row m and s, and the sum of its scores where these are no softmax; s is 0
-        of a row that is not routed. of_sequences: int32 [n_sequences, n_experts], the counts of each. shares: float32,
-        1 / rows, 1 / sequences, and of each sequence n_experts / (rows ** 2 * k).
+    states: float32 [n_rows, 2 or 3]: m and s of each row, and the sum of its scores, if these are not softmax's. s is 0
+        in a row that is not routed.
+    of_sequences: int32 [n_sequences, n_experts], the counts of each.
+    shares: float32: 1 / rows, 1 / sequences, and for each sequence n_experts / (rows ** 2 * k).
     """
 
     weights: Tensor
@@ -188,7 +189,7 @@ def _scalars(plan: RoutePlan) -> dict[str, int]:
 
 
 def _unit(n_rows: int) -> float:
-    """What a probability is multiplied by to be added as an integer: so many rows do not overflow."""
+    """The factor of a probability before it is added as an integer: the sum over n_rows rows does not overflow."""
     return 2.0 ** min(_UNIT_BITS, 62 - n_rows.bit_length())
 
 

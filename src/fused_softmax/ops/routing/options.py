@@ -92,7 +92,7 @@ class Routing(Options):
 
     @property
     def totals(self) -> bool:
-        """Whether the sum of exp(x - m) of all experts of a row has a part in it."""
+        """Whether results need the sum of exp(x - m) over all experts of a row."""
         if self.sums:
             return True
         of_best = self.renormalize and self.bias is None and self.indices is None and not self.grouped
@@ -191,7 +191,7 @@ def _check_tensor(
 
 
 def check_ids(name: str, indices: Tensor, row_mask: Tensor | None, n_experts: int) -> None:
-    """IndexError, by their values, for ids to replay that are no expert and not -1, or twice in a row that counts."""
+    """IndexError if an id to replay is neither an expert nor -1, or stands twice in a row that counts."""
     ids = indices if row_mask is None else indices[row_mask]
     foreign = (ids < -1) | (ids >= n_experts)
     if foreign.any():

@@ -11,8 +11,8 @@ from fused_softmax.core.plan.sizes import next_power_of_2
 FEW = 8  # rows a multiprocessor up to which each has a program of its own
 # Experts from which on a program has one row at a time: bf16 16384 x 512, k 10, 17.4 us, by 4 warps 19.1.
 WIDE = 512
-# Warps of a program of many rows, each of which has one at a time; programs a multiprocessor before each takes several
-# turns, and turns at most: 131072 x 256, k 8, 57 us by four turns, by one 67.
+# If rows are many: warps of a program, with one row each; programs a multiprocessor from which on each takes several
+# turns; turns at most. 131072 x 256, k 8, 57 us by four turns, by one 67.
 WARPS, PROGRAMS, TURNS = 4, 16, 4
 # Programs a multiprocessor at most, where rows are added up: 131072 x 256 with losses 128 us, by 4 programs 171; the
 # gradient of 16384 x 256 with losses 11.9, by 4 programs 15.6.
@@ -20,7 +20,7 @@ SUMMING = 8
 # Warps of a program that adds up rows as it routes them. With 8, half as many programs add to the same slots as with 4:
 # 16384 x 256 with counts 19.0 us, by 4 warps 24.3, by 16 30.7; x 64 with losses 11.5, 13.7, 12.4.
 SUMMING_WARPS = 8
-MOST_COLS = 256  # experts whose sums a program takes at a time
+MOST_COLS = 256  # experts whose sums a program computes at a time
 
 
 @dataclass(frozen=True)

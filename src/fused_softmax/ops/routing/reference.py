@@ -42,7 +42,7 @@ class RouteOutput(NamedTuple):
 
     weights: Tensor
     indices: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     counts: Tensor | Any = None
     prob_sums: Tensor | Any = None
     aux_loss: Tensor | Any = None
@@ -51,10 +51,11 @@ class RouteOutput(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What rows add to: float64, but for counts. Those of more rows, on other ranks, are added to it one by one.
+    """The sums over rows: float64, except counts. Sums of other ranks' rows are added field by field.
 
-    counts: int32 [n_experts]. probs: [n_experts]. n_rows: [], those that are routed. lse_squares: [].
-    balance, n_sequences: [], the losses of sequences, and how many have a row that is routed; None without sequences.
+    counts: int32 [n_experts]. probs: [n_experts]. n_rows: [], routed rows. lse_squares: [].
+    balance, n_sequences: [], the sum of the losses of sequences, and how many have a routed row; None without
+    sequences.
     """
 
     counts: Tensor
@@ -151,7 +152,7 @@ def _score(x: Tensor, score: str) -> Tensor:
 
 
 def _choose(x: Tensor, scores: Tensor, options: Routing) -> tuple[Tensor, Tensor]:
-    """Ids [n_rows, k], and whether all that the row's choice compares are numbers."""
+    """Ids [n_rows, k], and whether nothing that the choice of a row compares is NaN."""
     n_rows, n_experts = x.shape
     key = scores if options.score_first and (options.bias is not None or options.grouped) else x
     if options.bias is not None:
@@ -180,7 +181,7 @@ def _first(key: Tensor, k: int) -> Tensor:
 
 
 def _cannot_be_replayed(ids: Tensor, n_experts: int) -> Tensor:
-    """Of each row whether an id is no expert and not -1, or an expert is there twice."""
+    """Whether a row has an id that is neither an expert nor -1, or an expert twice."""
     ordered = ids.sort(-1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     return ((ids < -1) | (ids >= n_experts)).any(-1) | twice.any(-1)
@@ -233,6 +234,6 @@ def _sums(x: Tensor, scores: Tensor, place: Tensor, valid: Tensor, options: Rout
 
 
 def _balance(counts: Tensor, prob_sums: Tensor, n_rows: Tensor, k: int) -> Tensor:
-    """n_experts * sum f P, of counts and sums [..., n_experts] over n_rows [...] rows; 0 of none."""
+    """n_experts * sum f P, from counts and sums [..., n_experts] of n_rows [...] rows; 0 for no rows."""
     n = n_rows.clamp(min=1)
     return counts.shape[-1] * (counts * prob_sums).sum(-1) / (n * n * k)

@@ -53,7 +53,7 @@ class _Route(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-# As its apply, less the search for functorch's wrappers: a call that a transform watches does not come here.
+# As its apply, without its search for functorch's wrappers: a call under a transform does not come here.
 _apply = super(torch.autograd.Function, _Route).apply
 
 

@@ -1,15 +1,16 @@
 """Draws of filtered rows that need no boundary, of torch's operations: the first arrival that the filters keep.
 
 The 32 columns of a Philox call (`noise`) are a lane. A lane is a Poisson process of arrivals whose rate is the weight w
-of its columns; its first arrival is the least E / (sum of w) of its four groups, and each later one comes after the one
-before as the first came after 0, by the noise of a turn of its own. The column of an arrival is drawn of its group.
+of its columns. The time of its first arrival is the least E / (sum of w) of its four groups. The time from each arrival
+to the next is drawn in the same way, with the noise of another turn. An arrival's column is drawn from its group.
 Arrivals of all lanes in the order of time are independent draws from w (Kingman, "Poisson Processes", 1993,
 superposition and marking), and the first is what `noise.draw` gives. The first that is kept is a draw from what is kept
 (rejection sampling, von Neumann, 1951).
 
-Of a row, ARRIVALS are drawn, and those are judged that come above all before them in the order of the filters, RECORDS
-at most: what is below a rejected column is rejected too. If all are rejected, the row is drawn from again, above the
-last that was rejected, which leaves it the same distribution; RETRIES times, and then from what is kept.
+ARRIVALS of a row are drawn. An arrival is judged if it is above all earlier ones in the order of the filters, because
+what is below a rejected column is rejected too; RECORDS are judged at most. If all are rejected, the row is drawn from
+again, above the last one that was rejected, which has the same distribution. After RETRIES such draws, what is kept is
+computed and drawn from.
 """
 
 import torch
@@ -27,14 +28,15 @@ def draw_first(
 ) -> Tensor:  # fmt: skip
     """A column of each row for seeds and positions [n]: int64 [n].
 
-    x [n, n_cols]: what orders columns, descending, of equals the lowest first. weights: float64, not negative, of all
-    columns. kept: which of them filters keep, a prefix of that order. possible: a prefix too, and no shorter, beyond
-    which nothing is judged, such as min-p's; it is drawn from again where all arrivals are rejected.
+    x [n, n_cols]: the order of columns, descending; of equal ones the lowest first. weights: float64, not negative, of
+    all columns. kept: which of them filters keep, a prefix of that order. possible: a prefix too, as long or longer.
+    Columns beyond it, such as those that min-p rejects, are not judged. A row is drawn from it again if all arrivals
+    are rejected.
     """
     tokens, cut, is_cut, open_ = _first_arrivals(x, weights, kept, possible, seed, position)
     here = open_.device.type == "cpu" and not torch.compiler.is_compiling() and not within_functorch()
     for turn in range(ARRIVALS, ARRIVALS + RETRIES + 1):
-        if here and not open_.any():  # a device would be waited for
+        if here and not open_.any():  # on a device this would wait
             break
         within = kept if turn == ARRIVALS + RETRIES else possible & (_is_above(x, cut) | ~is_cut[:, None])
         drawn = noise.draw(torch.where(within, weights, 0.0), seed, position, turn=turn)
@@ -47,8 +49,9 @@ def draw_first(
 def _first_arrivals(
     x: Tensor, weights: Tensor, kept: Tensor, possible: Tensor, seed: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(the first arrival that is kept, the greatest that was judged and rejected, whether there is one, whether all
-    were), each [n].
+    """(the first kept arrival, the greatest judged and rejected one, whether one is kept, whether all were judged).
+
+    Each is [n].
     """
     n_stretches = -(-weights.shape[1] // _STRETCH)
     padded = torch.nn.functional.pad(weights, (0, n_stretches * _STRETCH - weights.shape[1]))

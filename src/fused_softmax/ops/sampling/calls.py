@@ -1,6 +1,7 @@
-"""Launches of draws together with what a call asks of log-probabilities beside the token.
+"""Launches of draws, together with the log-probabilities that a call asks for beside the token.
 
-Those of the logits as given, and of the greatest logits, take one more read of the logits, and one launch after it.
+Log-probabilities of the logits as given, and of the greatest logits, take one more read of the logits, and one launch
+after it.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def prepare_report(
     logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None,
     processed: bool, plan: DrawPlan | None,
 ) -> Callable:  # fmt: skip
-    """What finds of draws like these the log-probabilities of the token and of the greatest, and its rank."""
+    """What finds, for draws like these, the log-probabilities of the token and of the greatest logits, and its rank."""
     from fused_softmax.ops.sampling.kernels.kept import _stretches
     from fused_softmax.ops.sampling.kernels.report import _report
 

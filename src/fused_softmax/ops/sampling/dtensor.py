@@ -29,7 +29,7 @@ def draws_on_shards(
     name: str, function: Callable[..., Any], given: Mapping[str, Any], n_rows: int, random: tuple[Any, Any, Any],
     other: Mapping[str, Axes] | None = None, step: int = 1,
 ) -> Any:  # fmt: skip
-    """As rows_on_shards, of what draws by random = (seed, position, draw): rows have the noise that one device gives.
+    """`rows_on_shards` of what draws by random = (seed, position, draw). Rows have the noise that one device gives.
 
     draw: draws a seed for all rows; the one of the mesh's first rank is that of all. step: how many positions a row
     takes.

@@ -28,16 +28,16 @@ from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
 from fused_softmax.ops.sampling.reference import Number
 
-_MOST_BYTES = 2**24  # of notes of rows that are masked at a time
-_ALIGNED = 16  # rows, after which those of any dtype and length begin on 16 bytes as the first one does
+_MOST_BYTES = 2**24  # of scratch, for rows that are masked at a time
+_ALIGNED = 16  # rows: after so many, a row of any dtype and length is aligned as the first one is
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Judged rows: what kernels that read them are given, tensors by the names of their parameters less `_ptr`.
+    """Judged rows: the arguments of kernels that read them. tensors: by the names of parameters without `_ptr`.
 
-    scratch: int64, the records; valid: bool, which rows can be drawn from. temperature: a number; 1 where a tensor has
-    it of each row.
+    scratch: int64, the records. valid: bool, which rows can be drawn from. temperature: a number; 1 if a tensor has one
+    for each row.
     """
 
     tensors: dict[str, Tensor | None]
@@ -55,7 +55,7 @@ class Rows:
 class Judging:
     """Judges rows [n_rows, n_cols] of logits, or of probabilities, like those that it was prepared for.
 
-    masks: whether what is kept is asked for, also of rows that have no distribution, and no mass.
+    masks: whether what is kept is asked for, and not its mass; also for rows that have no distribution.
     """
 
     def __init__(self, logits: Tensor, options: Sampling, of_probs: bool = False, masks: bool = False):
@@ -104,7 +104,7 @@ def _numbers(options: Sampling) -> Numbers:
 
 
 def _spec_of(plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, of_probs: bool) -> SampleSpec:
-    """Of rows that are judged alone, as the boundary of a draw is sought."""
+    """The spec for rows that are judged alone, as for the boundary of a draw."""
     spec = spec_of(plan, options, index, True, dtype)
     greedy = isinstance(options.temperature, Tensor) or options.temperature == 0
     filtered = options.top_k is not None or options.top_p is not None
@@ -144,7 +144,7 @@ def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int
 
 
 def prepare_masks(logits: Tensor, filter: str, number: Number) -> Callable[[Tensor, Number], Tensor]:
-    """What gives `reference.mask_logits` by one filter of rows like these, some at a time, and its number."""
+    """What gives `reference.mask_logits` of rows like these by one filter: call(logits, the number of the filter)."""
     (n_rows, n_cols), dtype, empty = logits.shape, logits.dtype, allocator(logits.device)
     shape, strides = (n_rows, n_cols), (n_cols, 1)
     turns = _turns(logits, _masking(filter, number))
@@ -167,7 +167,7 @@ def prepare_masks(logits: Tensor, filter: str, number: Number) -> Callable[[Tens
 
 
 def _turns(logits: Tensor, options: Sampling) -> list[slice]:
-    """The rows that are judged at a time, for notes of some 16 MiB; the last are not more than the others."""
+    """The rows that are judged at a time, with scratch of some 16 MiB. The last turn has no more than the others."""
     n_rows, n_cols = logits.shape
     index = logits.get_device()
     plan = plan_draws(n_rows, n_cols, logits.element_size(), device_of(index))

@@ -32,13 +32,13 @@ from fused_softmax.ops.sampling.reference import SampleOutput, unpacked
 MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # ops/sampling/kernels/common.py
-_GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are 0 of a fp32 number
-_MOST_EARLY = 64  # draws whose second launch begins early: of more, it would take the first one's place
-FEW = 64  # of top-k, which the lanes of the greatest maxima always hold
+_GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # low bits of their numbers in fp32 that are always 0
+_MOST_EARLY = 64  # draws up to which the second launch begins early: with more it would take room from the first
+FEW = 64  # of top-k: so many logits the lanes of the greatest maxima always hold
 
 
 class Numbers(NamedTuple):
-    """What a call has for temperature, top_k, top_p and min_p, its seed and position: numbers, tensors, or None.
+    """Temperature, top_k, top_p, min_p, seed and position of a call: numbers, tensors, or None.
 
     position: None if draw i has position i.
     """
@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a call's launches write, as far as they do."""
+    """What the launches of a call write; None for what it does without."""
 
     scratch: Tensor | None = None
     tokens: Tensor | None = None
@@ -77,10 +77,10 @@ class Written(NamedTuple):
 
 NUMBERS = Numbers._fields
 _DEFAULTS = Numbers(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
-_HALVES = "seed_low", "seed_high", "position_low", "position_high"  # of 64 bits that are numbers
+_HALVES = "seed_low", "seed_high", "position_low", "position_high"  # of numbers of 64 bits
 _STRIDES = "logits", "bias", "bitmask", *NUMBERS, "tokens", "kept"  # as ops/sampling/kernels/common.py has them
 READ = "logits", "bias", "bitmask", "rows"
-_OF_A_CALL = *READ, *Written._fields, *NUMBERS, *_HALVES  # what launches choose from
+_OF_A_CALL = *READ, *Written._fields, *NUMBERS, *_HALVES  # a launch picks its arguments from these
 
 
 def is_few(top_k: Any) -> bool:
@@ -89,19 +89,19 @@ def is_few(top_k: Any) -> bool:
 
 
 def _halves(number: Any) -> tuple[int, int]:
-    """The low and the high 32 bits of an integer of 64, signed; 0 where a tensor, or the draw, stands for it."""
+    """The low and the high 32 bits of a 64-bit integer, signed; 0 if it is a tensor or None."""
     if number.__class__ is not int:
         return 0, 0
     return (number + 2**31) % 2**32 - 2**31, ((number >> 32) + 2**31) % 2**32 - 2**31
 
 
 def of_a_call(read: tuple, written: Written, numbers: Numbers) -> tuple:
-    """What `_OF_A_CALL` names."""
+    """The values that `_OF_A_CALL` names."""
     return (*read, *written, *numbers, *_halves(numbers.seed), *_halves(numbers.position))
 
 
 class Arguments:
-    """A kernel's arguments by name, of a call's tensors and numbers; and which of them every call gives anew."""
+    """A kernel's arguments by name, from a call's tensors and numbers; and which of them each call gives anew."""
 
     def __init__(self, read: tuple, written: Written, numbers: Numbers, n_rows: int, n_cols: int, plan: DrawPlan):
         given = dict(zip(_OF_A_CALL, of_a_call(read, written, numbers), strict=True))
@@ -127,7 +127,7 @@ class Arguments:
         return self._scalars["strides"]
 
     def _stride(self, name: str) -> int:
-        """Of the first dim; 0 of what all draws share."""
+        """The stride along the first dim; 0 if all draws share the tensor."""
         tensor = self._tensors[name]
         if tensor is None:
             return int(name == "position" and self._by_draw)
@@ -235,12 +235,12 @@ def _slots(index: int, n_draws: int) -> Tensor:
 def spec_of(
     plan: DrawPlan, options: Sampling, index: int, filtered: bool, dtype: torch.dtype, reports: bool = False
 ) -> SampleSpec:
-    """reports: whether the call asks for what is kept, or for log-probabilities of it."""
+    """The spec of draws. reports: whether the call asks for what is kept, or for log-probabilities of it."""
     temperature, top_k, top_p = options.temperature, options.top_k, options.top_p
     may_be_rest = _is_of_rest(options)
     may_be_greedy = isinstance(temperature, Tensor) or temperature == 0
     judged = filtered and (top_k is not None or top_p is not None or may_be_greedy)
-    # Top-p of 1 and more judges nothing of what top-k left, and a tensor may have it of a row.
+    # Where top-p is 1 or more it does not judge what top-k left, and a tensor may have it so for some rows.
     by_row = filtered and (
         isinstance(top_k, Tensor) or (may_be_rest and isinstance(top_p, Tensor) and not is_few(top_k))
     )
@@ -261,7 +261,7 @@ def spec_of(
 
 
 def _is_of_rest(options: Sampling) -> bool:
-    """Whether top-p judges what top-k leaves, by the mass of all of it."""
+    """Whether top-p judges what top-k leaves, by the mass of all that is left."""
     return options.top_k is not None and options.top_p is not None and options.order == "sequential"
 
 
@@ -278,7 +278,7 @@ def _launch_that_reads(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, i
 
 
 def _launches_of_maximum(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
-    """The launches where a row's maximum says what is kept."""
+    """The launches of draws for which a row's maximum says what is kept."""
     from fused_softmax.ops.sampling.kernels.above import _draw_above
 
     n_parts = -(-plan.n_cols // (STRETCH * plan.above_stretches))
@@ -304,7 +304,7 @@ def _launches_of_tokens(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, 
 
 
 def _launches_of_decision(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
-    """The launch that judges what others left open, and the one that draws again."""
+    """The launch that judges what earlier launches left open, and the one that draws again."""
     from fused_softmax.ops.sampling.kernels.first import _decide, _redraw
 
     follows, redraws = overlaps(index), spec.first and not spec.given
@@ -322,14 +322,14 @@ def _launches_of_decision(plan: DrawPlan, spec: SampleSpec, arguments: Arguments
 
 
 def _launches_of_boundary(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
-    """The launches that find where filters end, after the one that reads the rows."""
+    """The launches that find where filters end. They follow the one that reads the rows."""
     from fused_softmax.ops.sampling.kernels.kept import _choose
     from fused_softmax.ops.sampling.kernels.wide import _bound, _weigh
 
     follows, n_wide, cut = overlaps(index), plan.n_draws * plan.wide_parts, (plan.wide_parts, plan.wide_stretches)
     spec = replace(spec, leads=follows)
     of_choosing = replace(spec, stretches=plan.kept_warps, leads=follows and spec.opens)
-    # The second look, which few rows take, is to take no program's place.
+    # Few rows take the second look: its registers must not lower the number of resident programs.
     capped = {"maxnreg": registers_of_choosing()} if spec.wide and spec.ptx else {}
     launches = [
         arguments.prepare(_choose, plan.n_draws, of_choosing, index, plan.kept_warps, follows=follows, **capped)
@@ -346,7 +346,10 @@ def _launches_of_boundary(plan: DrawPlan, spec: SampleSpec, arguments: Arguments
 
 
 def registers_of_choosing() -> int:
-    """By Triton 3.6 `_choose` fits 128, so that two programs are resident; by later ones values spill by so few."""
+    """Registers of a thread of `_choose` at most. Triton 3.6 needs 128, with which two programs are resident.
+
+    Later versions would spill with so few.
+    """
     return 128 if triton.__version__.startswith("3.6.") else 192
 
 
@@ -356,7 +359,7 @@ def log_probs_at(x: Tensor, lse: Tensor) -> Tensor:
 
 
 def raw_lse(logits: Tensor, options: Sampling, x: Tensor) -> Tensor:
-    """float64 [n_draws], the log-sum-exp of the logits as given, of the row of each draw; NaN of a row with two inf.
+    """float64 [n_draws]: the log-sum-exp of the logits as given, for the row of each draw; NaN for a row with two inf.
 
     x: these rows in float32.
     """
@@ -391,14 +394,14 @@ def rows_of(logits: Tensor, options: Sampling) -> Tensor:
 
 
 def judged_rows(x: Tensor, options: Sampling) -> Tensor:
-    """Rows in float32 as filters judge them, less the bitmask, which is in the kept bits."""
+    """Rows in float32 as filters judge them, but without the bitmask, which is in the kept bits."""
     return x if options.logit_bias is None else x + options.logit_bias.float()
 
 
 def greatest(x: Tensor, n: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(values, columns) [n_draws, n] of the greatest of each row, of equal ones the lowest column first.
+    """(values, columns) [n_draws, n] of the greatest logits of each row; of equal ones the lowest column first.
 
-    kept: an int32 bitmask of those that count; -inf stands for the others.
+    kept: an int32 bitmask of the columns that count. The others count as -inf.
     """
     if kept is not None:
         x = torch.where(unpacked(kept, x.shape[1]), x, -math.inf)

@@ -38,14 +38,14 @@ differ by less than its rounding.
 import torch
 from torch import Tensor
 
-GROUP = 8  # columns that share one E
-APART = 32  # groups between two of one call
+GROUP = 8  # columns of a group, which share one E
+APART = 32  # groups from one group of a call to its next
 WORDS = 4
 GROUPS, MEMBERS, ACCEPTED, RESIDUAL_GROUPS, RESIDUAL_MEMBERS = range(5)  # streams of a turn
 STREAMS = 8  # that a turn has
 
 _MASK = 0xFFFFFFFF
-_A, _B = 0xD2511F53, 0xCD9E8D57  # multipliers, and what the key is raised by
+_A, _B = 0xD2511F53, 0xCD9E8D57  # multipliers, and what each round adds to the key
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _MOST = 1.0 - 2.0**-24
 
@@ -88,7 +88,7 @@ def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
 def words_at(
     seed: Tensor, position: Tensor, call: Tensor, stream: int, turn: int | Tensor = 0
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The words of calls [n, calls] or [calls] for seeds and positions [n]: four of [n, calls]. turn: as the calls."""
+    """The four words [n, calls] of calls [n, calls] or [calls], for seeds and positions [n]. turn: for each call."""
     seed, position = seed[:, None], position[:, None]
     words = seed, call, torch.zeros_like(call) + turn * STREAMS + stream, position & _MASK, (position >> 32) & _MASK
     return tuple(torch.ops.fused_softmax.philox(*words)) if torch.compiler.is_compiling() else philox(*words)

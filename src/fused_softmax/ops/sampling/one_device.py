@@ -1,4 +1,4 @@
-"""Draws on one device: what the kernels are given, and seeds and positions as they take them."""
+"""Draws on one device: the arguments of the kernels; seeds and positions as kernels take them."""
 
 import math
 from collections.abc import Callable
@@ -112,7 +112,7 @@ def penalties_of(options: Sampling) -> tuple[Any, ...]:
 
 
 def _of_penalized(options: Sampling) -> Sampling:
-    """What is left of a call where each draw has a row of its own, which bias, bitmask and penalties are in.
+    """The rest of a call once each draw has a row of its own, with bias, bitmask and penalties in it.
 
     Log-probabilities of the logits as given are not of these rows.
     """
@@ -127,7 +127,7 @@ def _of_penalized(options: Sampling) -> Sampling:
 def _prepare_penalized(
     logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
 ) -> Callable[..., SampleOutput]:  # fmt: skip
-    """As `prepared_of`, of calls with penalties, which are given token_ids and Penalties after all else."""
+    """`prepared_of` for calls with penalties, which take token_ids and Penalties as their last arguments."""
     read = options.logit_bias, options.bitmask, options.row_indices
     ids, numbers = penalties_of(options)
     penalize = prepare_penalties(logits, ids, numbers, None, *read, torch.float32)
@@ -158,7 +158,10 @@ def _prepare_penalized(
 def prepared_of(
     logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None
 ) -> Callable[..., SampleOutput]:
-    """As `prepare_sample`. Tokens in `out` spoil nothing that is still to be read, and autograd is told of them."""
+    """`prepare_sample`, for which no token is written to `out` where something is still to be read.
+
+    Autograd is told of the writes.
+    """
     if options.token_ids is not None:
         return _prepare_penalized(logits, options, seed, position, out)
     call = prepare_sample(logits, options, seed, position, out)
@@ -200,9 +203,9 @@ def positions_of(position: int | Tensor | None, n: int, device: torch.device) ->
 def plain_call(
     logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, seed: Any, position: Any, generator: Any
 ) -> tuple[Numbers, tuple[Any, ...]] | None:
-    """(what a call has for its numbers, what tells apart calls that differ otherwise), for `find`.
+    """(the numbers of a call, what tells apart calls that differ in other things), for `find`.
 
-    None where an argument has to be looked at more closely. Whatever is neither a number nor a tensor finds nothing.
+    None if an argument has to be looked at more closely. What is neither a number nor a tensor finds no call.
     """
     of_k, of_p, of_least_p, of_seed, of_position = top_k, top_p, min_p, seed, position
     of_temperature = temperature
@@ -257,7 +260,7 @@ def signed(value: Any) -> int | Tensor:
 
 
 def _as_int64(number: int) -> int:
-    """A number as int64 holds its 64 bits."""
+    """The int64 that has the 64 bits of a number."""
     return (int(number) + 2**63) % 2**64 - 2**63
 
 

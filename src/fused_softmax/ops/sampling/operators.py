@@ -1,6 +1,6 @@
 """The rules of sampling as a registered operator: what runs, and its fake. Tokens have no gradient, nor has a draw.
 
-A generator is no argument of an operator, so a call draws its seed of it before; seeds and positions are tensors here.
+An operator takes no generator, so a call draws its seed first. Seeds and positions are tensors here.
 """
 
 import torch

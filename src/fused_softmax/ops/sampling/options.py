@@ -290,7 +290,7 @@ def check_random(name: str, seed: Any, position: Any, generator: Any, logits: Te
 
 
 def _number(name: str, argument: str, value: Any, logits: Tensor, leading: Leading) -> float | Tensor:
-    """A number, within what 32 bits hold unless it is 0 or infinite; a tensor as it is."""
+    """A number, moved into the range of 32 bits unless it is 0 or infinite; a tensor as it is."""
     if isinstance(value, Tensor):
         check_tensor(name, argument, value, logits, _FLOATS, "16 to 64 bit floats")
         check_shape(name, argument, value, *_first_of(leading))
@@ -298,7 +298,7 @@ def _number(name: str, argument: str, value: Any, logits: Tensor, leading: Leadi
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: {argument} must be a number or a Tensor, not {typed(value)}")
     number = float(value)
-    # Comparisons alone, for a number that a compiler makes dynamic is a symbol.
+    # Only comparisons: a number that a compiler makes dynamic is a symbol.
     if 0 < number < _LEAST:
         return _LEAST
     if -_LEAST < number < 0:

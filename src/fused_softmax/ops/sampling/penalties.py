@@ -19,12 +19,12 @@ from fused_softmax.ops.sampling.launches import readable
 
 _INTEGERS = (torch.int64, torch.int32)
 _NUMBERS = (float, int)
-_BLOCK, _WARPS = 2048, 4  # columns of a block, which are written as fast as a copy is
-_TILE, _ROW_WARPS = 2048, 32  # ids of a row that are read at a time: many wait for their columns at once
+_BLOCK, _WARPS = 2048, 4  # columns of a block, with which blocks are written as fast as a copy
+_TILE, _ROW_WARPS = 2048, 32  # ids of a row that are read at a time: so many that their accesses overlap
 _BLOCK_TILE = 512  # ids that a block searches at a time for its columns
-_SHARE = 0.75  # of L2, that rows of a turn take
-_MARKED, _HELD = 64, 16  # tiles whose first ids a lane marks by a bit each; bytes of logits that it holds in place
-# Of a launch, what is given anew.
+_SHARE = 0.75  # of L2, for the rows of a turn
+_MARKED, _HELD = 64, 16  # tiles whose first ids a lane marks, a bit each; bytes of logits that it holds in place
+# The arguments that each launch gets anew.
 _VALUES = "first_draw", "length", "ids_row_stride", "ids_col_stride", "repetition", "presence", "frequency"
 
 
@@ -41,9 +41,9 @@ _DEFAULTS = Penalties(1.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class PenaltyPlan:
-    """How rows are written: by blocks of `block` columns, and by tiles of ids for each of `parts` parts of a row.
+    """How rows are written: whole blocks of `block` columns; and `parts` parts of a row by tiles of its ids.
 
-    turn: so many rows take both launches before the next rows do.
+    turn: how many rows take both launches before the next rows do.
     """
 
     n_draws: int
@@ -55,7 +55,7 @@ class PenaltyPlan:
 
     @property
     def blocks(self) -> int:
-        """Of a row."""
+        """Blocks of a row."""
         return -(-self.n_cols // self.block)
 
     @property
@@ -63,13 +63,15 @@ class PenaltyPlan:
         return -(-self.blocks // self.parts) * self.block
 
     def most_ids(self, element_size: int, in_place: int) -> int:
-        """How many ids a row may have for their columns alone to be counted. With more, whole blocks are."""
+        """How many ids a row may have, if only their columns are to be counted. With more, whole blocks are counted."""
         tiles = _HELD // element_size if in_place else _MARKED
         return min(tiles * self.tile, PenaltySpec.counted)
 
 
 def plan_penalties(n_draws: int, n_cols: int, bytes_of_column: int, device: Device) -> PenaltyPlan:
-    """The plan for penalties of rows of n_cols logits. bytes_of_column: of a logit and its result; 0 in place.
+    """The plan for penalties of rows of n_cols logits.
+
+    bytes_of_column: bytes of a logit and its result; 0 in place.
 
     >>> from fused_softmax.core.plan import H200
     >>> plan_penalties(8, 128256, 4, H200).parts, plan_penalties(256, 128256, 4, H200).turn
@@ -85,9 +87,10 @@ def prepare_penalties(
     logits: Tensor, token_ids: Tensor, penalties: Penalties, out: Tensor | None = None, bias: Tensor | None = None,
     bitmask: Tensor | None = None, rows: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Callable[..., Tensor]:  # fmt: skip
-    """What penalizes rows like these, whose arguments were checked: of the first seven arguments, but for other ids.
+    """What penalizes rows like these, whose arguments were checked: call(the first seven arguments, with any ids).
 
-    dtype: of a new result that draws are from, with `strides_of_draws`; otherwise it has the logits' and is contiguous.
+    dtype: of a new result that is drawn from, and has `strides_of_draws`. Without it a new result has the logits' dtype
+    and is contiguous.
     """
     (n_rows, n_cols), index = logits.shape, logits.get_device()
     n_draws = n_rows if rows is None else rows.shape[0]
@@ -148,7 +151,7 @@ def prepare_penalties(
 
 
 def strides_of_draws(n_cols: int) -> tuple[int, int]:
-    """Of rows that nobody else sees: each begins on 16 bytes."""
+    """The strides of rows that nobody else sees: each begins on 16 bytes."""
     return -(-n_cols // 8) * 8, 1
 
 
@@ -217,7 +220,7 @@ def _prepare(plan, index, n_rows, out, token_ids, read, penalties, of_ids, in_pl
 
 
 def kinds_of(logits: Any, token_ids: Any, penalties: Penalties, rows: Any = None) -> tuple[Any, ...] | None:
-    """What tells calls apart, for `find`, but for the ids; None where an argument has to be looked at more closely."""
+    """What tells calls apart for `find`, except the ids; None if an argument has to be looked at more closely."""
     if token_ids.__class__ is not Tensor or not isinstance(logits, Tensor) or logits.ndim != 2:
         return None
     if token_ids.ndim != 2 or token_ids.dtype not in _INTEGERS or token_ids.device != logits.device:

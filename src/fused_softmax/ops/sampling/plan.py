@@ -7,20 +7,20 @@ from fused_softmax.core.plan.sizes import next_power_of_2
 
 STRETCH = 1024  # columns that the lanes of a warp share
 
-# Draws: stretches, and so warps, of a program; programs a multiprocessor at most before one reads several in turn. fp32
-# 256 x 128256 40.6 us; by 1 stretch and 16 programs 39.5, by 2 and 4 116.
+# Draws: stretches, and so warps, of a program; programs a multiprocessor, at most, above which each reads several in
+# turn. fp32 256 x 128256 40.6 us; by 1 stretch and 16 programs 39.5, by 2 and 4 116.
 DRAW_STRETCHES, DRAW_PROGRAMS = 4, 8
-# Lanes of 32 logits that the program which judges filters holds, and its warps: 8 rows 13.5 us, by 4 warps 13.2;
+# Lanes of 32 logits held by the program that judges filters, and its warps: 8 rows 13.5 us, by 4 warps 13.2;
 # 256 rows 20.4 and 18.9, bf16 21.7 and 20.1.
 DRAW_CAPACITY, KEPT_WARPS = 64, 8
-# Where min-p alone, or nothing, judges: stretches whose lanes a program looks through, of few rows and of many; the
-# programs of a multiprocessor before each looks through more; and its warps.
+# If min-p alone, or nothing, judges: stretches whose lanes a program looks through, of few rows and of many; programs
+# of a multiprocessor above which each looks through more; and its warps.
 ABOVE_STRETCHES, ABOVE_PROGRAMS, ABOVE_WARPS = (4, 32), 4, 4
-PROPOSE_STRETCHES = 128  # for each warp of the program that finds a row's first arrivals, of 8 warps at most
+PROPOSE_STRETCHES = 128  # for each warp of the program that finds a row's first arrivals; it has 8 warps at most
 DECIDE_WARPS, DECIDE_PROGRAMS = 4, 16  # of the programs that judge these, and programs of a multiprocessor
 REDRAW_WARPS = 16  # of the program that draws again where all were rejected
-# Warps of the program that seeks a low boundary, columns that it seeks it among, and programs a multiprocessor of the
-# launches beside it, which are many because few rows may be left. The second was not varied.
+# Warps of the program that seeks a low boundary; columns among which it seeks; programs a multiprocessor of the other
+# launches for it, which are many because few rows may be left. The second number was not varied.
 DRAW_BOUND_WARPS, DRAW_LISTED, DRAW_WIDE_PROGRAMS = 16, 8192, 32
 
 
@@ -28,13 +28,14 @@ DRAW_BOUND_WARPS, DRAW_LISTED, DRAW_WIDE_PROGRAMS = 16, 8192, 32
 class DrawPlan:
     """Programs of num_warps warps read `stretches` stretches of 1024 columns at a time, part_stretches in all.
 
-    parts: programs of a row. capacity: lanes of 32 columns that a program of kept_warps holds where filters are judged;
-    all_stretches: a power of two that is at least as many as a row has. Where a row's maximum says what is kept,
-    programs of above_warps look through above_stretches each. A program of propose_warps finds a row's first arrivals,
-    and decide_parts programs of decide_warps judge them, decide_stretches each; one of redraw_warps draws again where
-    all are rejected. Where a boundary is sought, a program of
-    bound_warps does so among `listed` logits at most, and wide_parts programs read a row, wide_stretches each: more
-    than `parts`, for few rows may be left.
+    parts: programs of a row.
+    capacity: lanes of 32 columns that a program of kept_warps holds where filters are judged.
+    all_stretches: a power of two, at least the stretches of a row.
+    above_stretches: if a row's maximum says what is kept, each program of above_warps looks through so many.
+    propose_warps: of the program that finds a row's first arrivals. decide_parts programs of decide_warps judge them,
+        with decide_stretches each. One program of redraw_warps draws again if all are rejected.
+    listed: among how many logits a program of bound_warps seeks a boundary, at most. For it wide_parts programs read a
+        row, wide_stretches each: more programs than `parts`, because few rows may be left.
     """
 
     n_draws: int

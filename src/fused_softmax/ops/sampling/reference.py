@@ -24,7 +24,7 @@ from torch import Tensor
 from fused_softmax.ops.sampling import noise
 from fused_softmax.ops.sampling.arrivals import draw_first
 
-REACHED = 1 - 2.0**-22  # of top_p and of min_p, which logits rounded to float32 may miss by so little
+REACHED = 1 - 2.0**-22  # a share of top_p or min_p that reaches it: logits rounded to float32 may miss it by so little
 Number = float | Tensor  # a parameter: one for all rows, or [n_rows]
 
 
@@ -64,7 +64,7 @@ class SampleOutput(NamedTuple):
 
     tokens: Tensor
     valid: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     logprobs: Tensor | Any = None
     top_logprobs: Tensor | Any = None
     top_tokens: Tensor | Any = None
@@ -110,7 +110,7 @@ def sample(
 
 
 def rank_of(x: Tensor, tokens: Tensor, valid: Tensor, kept: Tensor | None = None) -> Tensor:
-    """1 and as many as logits [n, n_cols] are greater than the token's, of those that are kept; 0 where not valid."""
+    """How many logits [n, n_cols], of those that are kept, are greater than the token's, and 1; 0 where not valid."""
     greater = x > x.gather(1, tokens[:, None])
     if kept is not None:
         greater = greater & kept
@@ -124,9 +124,9 @@ def drawn(
     x: Tensor, judged: Judged, temperature: Number, top_k: Number | None, top_p: Number | None, min_p: Number | None,
     order: str, seed: Tensor, position: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The tokens of rows x that were judged: drawn first, or of what is kept where that needs its boundary anyway.
+    """The tokens of rows x that were judged: drawn first, or from what is kept, if the boundary is needed anyway.
 
-    That is where top-k keeps at most FEW columns, or where top-p judges what top-k left.
+    It is needed if top-k keeps at most FEW columns, or if top-p judges what top-k left.
     """
     of_kept = noise.draw(judged.weights, seed, position)
     if top_p is None and (top_k is None or (isinstance(top_k, int) and top_k <= FEW)):
@@ -157,7 +157,7 @@ def with_gradients(
     drawn: SampleOutput, logits: Tensor, temperature: Number, logit_bias: Tensor | None, row_indices: Tensor | None,
     processed: bool, token_ids: Tensor | None = None, penalties: tuple[Number, ...] = (),
 ) -> SampleOutput:  # fmt: skip
-    """The draws with log-probabilities that autograd differentiates; processed: of what `drawn.kept` says was kept.
+    """The draws, with log-probabilities that autograd differentiates. processed: over the columns in `drawn.kept`.
 
     A row that cannot be drawn from has gradient 0.
     """
@@ -244,7 +244,7 @@ def running_sum(weights: Tensor) -> Tensor:
 
 
 def exact_sum(weights: Tensor) -> Tensor:
-    """The last of `running_sum`, [..., 1], with the gradient of a sum."""
+    """The last element of `running_sum`, [..., 1], with the gradient of a sum."""
     high, low, scale = integers_of(weights.detach())
     total = (high.sum(-1, keepdim=True).double() + low.sum(-1, keepdim=True).double() / scale) / scale
     differentiable = weights.sum(-1, keepdim=True)
@@ -335,7 +335,7 @@ def renorm_probs(probs: Tensor, top_k: Number | None = None, top_p: Number | Non
 
 
 def nan_where(bad: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor of rows, by which bad ones and their gradients are NaN."""
+    """A factor of rows that makes bad rows and their gradients NaN."""
     return torch.where(bad, math.nan, 1.0).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Calls of very many draws, some at a time: what their kernels note of each row then takes bounded memory."""
+"""Calls of very many draws, some at a time, so that the scratch of their kernels takes bounded memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,16 +14,16 @@ from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput
 
-_MOST_BYTES = 2**29  # of notes: 2500 rows of 2**20 columns, and 7400 of few, which keep every chip busy
+_MOST_BYTES = 2**29  # of scratch: 2500 rows of 2**20 columns, or 7400 short ones, which keep every chip busy
 _BYTES_OF_A_LOGIT = 128  # that torch's operations take at a time
-_ALIGNED = 16  # draws, after which rows of any dtype and length begin on 16 bytes as the first one does
+_ALIGNED = 16  # draws: after so many, a row of any dtype and length is aligned as the first one is
 
 
 def in_turns(
     function: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: dict[str, Any],
     bytes_of_a_logit: int = _BYTES_OF_A_LOGIT,
 ) -> Any:  # fmt: skip
-    """What a function says of rows, some at a time: a tensor of rows, or a tuple of such.
+    """The results of a function of rows, called for some rows at a time: a tensor of rows, or a tuple of such.
 
     given: tensors of rows, or None. numbers: those that are tensors [n_rows] are of rows too.
     """
@@ -74,7 +74,7 @@ def prepare_sample(
 def _draws_at_a_time(logits: Tensor, options: Sampling, n_draws: int) -> int:
     of_filters = options.top_k, options.top_p, options.min_p, options.return_logprobs
     if not options.return_kept and all(each is None for each in of_filters):
-        return n_draws  # of which nothing is noted
+        return n_draws  # which have no scratch
     index = logits.get_device()
     plan = plan_draws(n_draws, logits.shape[1], logits.element_size(), device_of(index))
     reports = options.return_kept or options.return_logprobs == "processed"

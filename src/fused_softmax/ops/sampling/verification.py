@@ -50,7 +50,7 @@ class SpeculativeOutput(NamedTuple):
     tokens: Tensor
     n_accepted: Tensor
     valid: Tensor
-    # `| Any`, and not `| None`, so that a checker lets those use it who asked for it.
+    # `| Any`, and not `| None`: a type checker then lets callers who asked for it use it.
     logprobs: Tensor | Any = None
     nodes: Tensor | Any = None
 
@@ -72,7 +72,7 @@ class Drafts(NamedTuple):
 
 
 class Path(NamedTuple):
-    """How far sequences came: n_accepted [n]; nodes [n, k], the accepted drafts, -1 behind them; row [n], the last."""
+    """How far sequences came. n_accepted [n]; nodes [n, k], the accepted drafts, then -1; row [n], the last row."""
 
     n_accepted: Tensor
     nodes: Tensor
@@ -150,7 +150,10 @@ def speculative_sample(
 
 
 def _drafted(logits: Tensor | None, probs: Tensor | None, numbers: dict[str, Any], order: str) -> tuple[Tensor, Tensor]:
-    """(the distributions [n, k + 1, n_cols] that drafts were drawn from, which rows have one), the last row none."""
+    """(the distributions [n, k + 1, n_cols] that drafts were drawn from, which rows have one).
+
+    The last row has none.
+    """
     if probs is None:
         assert logits is not None
         n, k, n_cols = logits.shape
@@ -245,7 +248,7 @@ def _of_block(
 
 
 def _uniform(seed: Tensor, positions: Tensor, row: Tensor, tried: Tensor) -> Tensor:
-    """u [n] by which the draft of a row is judged before which as many were tried."""
+    """u [n], by which a draft of a row is judged after so many others were tried."""
     at = positions.gather(1, row[:, None]).squeeze(1)
     return noise.uniform(noise.words_at(seed, at, tried, noise.ACCEPTED), 0).squeeze(1)
 
@@ -261,9 +264,9 @@ def _at(rows: Tensor, row: Tensor, column: Tensor) -> Tensor:
 def output_of(
     path: Path, last: Tensor, valid: Tensor, drafts: Drafts, logprobs: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> SpeculativeOutput:
-    """Of paths after which `last` [n] is drawn, of rows that are valid or not [n, k + 1].
+    """The output for paths and the tokens `last` [n] after them, from rows [n, k + 1] that are valid or not.
 
-    logprobs: of rows and tokens [n, k + 1], those of the target.
+    logprobs: of the rows and tokens [n, k + 1] of the target.
     """
     at, end = torch.arange(valid.shape[1], device=last.device), path.n_accepted[:, None]
     there = valid.gather(1, path.row[:, None])

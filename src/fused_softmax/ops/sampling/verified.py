@@ -1,7 +1,7 @@
-"""Launches by which drafts are verified: rows of target and draft are judged, and then followed and drawn from.
+"""Launches that verify drafts: rows of target and draft are judged, then followed and drawn from.
 
-Of drafts whose distribution is not told, the target's rows are drawn from as `sample` does, and the drafts that are
-these tokens are traced.
+If the drafts' distribution is not given, the target's rows are drawn from as `sample` does, and the drafts that are
+these tokens are accepted.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ class _Judges:
 
 
 class _Kernel:
-    """A kernel's launch for others like these tensors and scalars, which have the names of its parameters."""
+    """A kernel's launch for tensors and scalars like these, which are found by the names of its parameters."""
 
     def __init__(
         self, kernel: Any, programs: int, spec: Any, num_warps: int, like: dict[str, Any], index: int, plan: Any = None
@@ -198,7 +198,7 @@ class _Following:
 
 
 def _of_rows(rows: Rows, prefix: str = "") -> dict[str, Any]:
-    """Judged rows by the names of parameters. Probabilities are not tempered, and drafts as the target else."""
+    """Judged rows as arguments by name. Probabilities have temperature 1; else drafts are tempered as the target."""
     tensors: dict[str, Any] = {f"{prefix}{name}_ptr": each for name, each in rows.tensors.items()}
     return tensors if prefix else tensors | {"temperature": rows.temperature}
 

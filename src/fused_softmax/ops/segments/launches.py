@@ -19,8 +19,8 @@ from fused_softmax.ops.segments.plan import FINISHING_WARPS, plan_segments
 class Cut(NamedTuple):
     """Which elements each segment has.
 
-    offsets: [n_segments + 1], int32 or int64. order: [n], int32 or int64, the elements in the order of their segments,
-    the last of which then is of elements that are in none; None where they lie in this order.
+    offsets: [n_segments + 1], int32 or int64. order: [n], int32 or int64, the elements in the order of their segments;
+    None if they lie in this order. With an order, the last segment has the elements that are in none.
     """
 
     offsets: Tensor
@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the kernels read, contiguous, and write. x: the input, or in the gradient of softmax the result.
+    """What the kernels read and write, contiguous. x: the input, or in the gradient of softmax the result.
 
     dy: of the result's elements. lse, dlse: of segments. out: of elements.
     """

@@ -52,5 +52,5 @@ def of_nested(
 
 
 def _known(input: Any, what: str) -> Any:
-    """What torch has cached of a nested tensor's lengths; to make it would wait for the device."""
+    """What torch has cached of a nested tensor's lengths. To compute it would wait for the device."""
     return getattr(input, what, None)

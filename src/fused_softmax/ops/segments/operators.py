@@ -1,7 +1,7 @@
 """The rules of functions of segments as registered operators: what runs, fakes, gradients.
 
-order: with an index, its elements in the order of their segments, and offsets of these, the last of which are of
-elements that are in none.
+order: for an index, its elements in the order of their segments. The last segment of the offsets then has the elements
+that are in none.
 """
 
 from functools import partial

@@ -11,9 +11,9 @@ from fused_softmax.core.plan.sizes import VECTOR_BYTES, next_power_of_2
 class Tiles(NamedTuple):
     """How programs of a call read segments of about one mean length.
 
-    num_warps: of a program. elements: of a tile that a thread has in registers, of which it has at most so many
-    `registers`; 0 is any number. lanes: of a row, that read side by side. piece: positions of a piece, None where it
-    follows from the mean; then most segments have several. segments: of a program, None where that follows too.
+    num_warps: of a program. elements: of a tile that a thread holds in registers. registers: of a thread at most; 0 is
+    any number. lanes: of a row, which read side by side. piece: positions of a piece; None if it follows from the mean,
+    in which case most segments have several. segments: of a program; None if that follows too.
     """
 
     num_warps: int
@@ -24,17 +24,17 @@ class Tiles(NamedTuple):
     segments: int | None = None
 
 
-# Measured on an H200: many small programs wait better than few large ones, whose warps wait for each other, until
-# segments are longer than what one warp has in registers.
+# Measured on an H200: many small programs hide waits better than few large ones, whose warps wait for each other. It
+# holds until segments are longer than what one warp has in registers.
 ONES, SHORT = Tiles(1, 32, 168, 4, 1, 256), Tiles(1, 32, 168, 4, 8, 128)
 MEDIUM, LONG = Tiles(1, 16, 96, 4), Tiles(4, 32, 128, 8)
 UP_TO = ((2.5, ONES), (6, SHORT), (128, MEDIUM))  # elements of a mean segment; the first two have one column
 
 MOST_COLS = 64  # of a program
-PIECES = 3.5  # of a mean segment, where its length does not follow from a table
-PIECE, OF_COLUMNS, MOST_OF_PIECE = 16, 32, 128  # elements of a piece then, at least; of several columns; at most
-TILES = 4  # full ones of a program
-OF_ORDER = {"elements": 32, "registers": 168}  # where each element has an address too
+PIECES = 3.5  # of a segment of mean length, if the table gives no length of pieces
+PIECE, OF_COLUMNS, MOST_OF_PIECE = 16, 32, 128  # elements of a piece then, at least; with several columns; at most
+TILES = 4  # full tiles of a program
+OF_ORDER = {"elements": 32, "registers": 168}  # with an order, because each element then has an address too
 RANGE_DEEP = 4  # vectors of a long segment that a thread reads at once
 PROGRAMS = 8  # of a multiprocessor
 MOST_OF_BLOCK = 8192  # elements of a block of hubs that a warp reads in turn
@@ -46,10 +46,10 @@ MENDERS = 64
 class SegmentPlan:
     """Programs of num_warps warps have a bunch of `segments` segments, and `cols` columns of the positions of each.
 
-    singles, pieces, deep, wide: of a tile, as the spec has them. range_deep, range_wide: of a step through a segment of
-    more pieces. block: positions of a block; a longer segment is a hub. registers: of a thread, at most; 0 is any
-    number. n_finishers: programs of the second launch for each group, whose range_wide is finishing_wide. n_menders: of
-    them, that make everything anew where offsets are wrong.
+    singles, pieces, deep, wide: of a tile, as the spec has them. range_deep, range_wide: of a step through a longer
+    segment. block: positions of a block; a longer segment is a hub. registers: of a thread at most; 0 is any number.
+    n_finishers: programs of the second launch for each group; their range_wide is finishing_wide. n_menders: how many
+    of them compute everything anew if offsets are wrong.
     """
 
     n: int
@@ -73,7 +73,7 @@ class SegmentPlan:
 
     @property
     def n_groups(self) -> int:
-        """Of columns, at each outer index."""
+        """Blocks of columns, over all outer indices."""
         return self.outer * -(-self.inner // self.cols)
 
     @property
@@ -82,7 +82,7 @@ class SegmentPlan:
 
     @property
     def n_blocks(self) -> int:
-        """0 where no segment can be a hub."""
+        """0 if no segment can be a hub."""
         return -(-self.n // self.block) if self.n > self.block else 0
 
 

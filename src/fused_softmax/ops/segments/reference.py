@@ -2,10 +2,10 @@
 
 y = exp(z - m) / s of each segment's elements z = input * scale, m = max z, s = sum exp(z - m).  lse = m + log s.
 
-Sums are over elements in one order, by segment_reduce, with no atomics, so that every run has the same bits. A cumsum's
-differences would need no order, and lose what a segment's sum is smaller than all sums before it. Sums are in float64,
-and in pieces, of which a long segment has many: neither does a sum stop growing at 2^24 ones, nor does one thread add
-up all of a hub. Sizes follow from shapes alone, so nothing waits for the device.
+Sums are over elements in one order, by segment_reduce, with no atomics, so that every run has the same bits.
+Differences of a cumsum would need no order, but would lose the digits of a segment whose sum is small beside all sums
+before it. Sums are in float64, over pieces, of which a long segment has many. So a sum does not stop growing at 2^24
+ones, and no single thread adds up all of a hub. Sizes follow from shapes alone, so nothing waits for the device.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ _NOWHERE = torch.iinfo(torch.int64).max
 class Layout(NamedTuple):
     """Which elements each segment has, all int64.
 
-    order: [n], the elements in the order of their segments; None as they are. segment: [n], that of each element.
-    offsets: [n_segments + 1], from 0 to n, where segments begin and end in this order. spoilt: bool [n_segments],
-    those whose results are NaN.
+    order: [n], the elements in the order of their segments; None if they are in it. segment: [n], the segment of each
+    element. offsets: [n_segments + 1], from 0 to n, where segments begin and end in this order. spoilt: bool
+    [n_segments], segments whose results are NaN.
     """
 
     order: Tensor | None
@@ -61,7 +61,7 @@ def of_layout(
     name: str, input: Tensor, layout: Layout, n_segments: int, dim: int, scale: float | None, result: torch.dtype,
     arithmetic: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """n_segments: that have a result."""
+    """The function `name` of a layout. n_segments: how many segments have a result."""
     z, rest = scores_of(input, dim, scale, result, arithmetic)
     if name == "segment_logsumexp":
         lse: Any = _LogSumExp.apply(z, *layout)
@@ -80,7 +80,10 @@ def scores_of(input: Tensor, dim: int, scale: float | None, result: torch.dtype,
 
 
 def layout_of(n: int, offsets: Tensor | None, index: Tensor | None, n_segments: int | None) -> Layout:
-    """Of n elements with offsets, or with an index, whose last segment is of elements that are in none."""
+    """The Layout of n elements, from offsets or an index.
+
+    With an index, the last segment has the elements that are in none.
+    """
     if offsets is not None:
         return _of_offsets(n, offsets.long())
     assert index is not None
@@ -88,7 +91,7 @@ def layout_of(n: int, offsets: Tensor | None, index: Tensor | None, n_segments: 
 
 
 def _of_offsets(n: int, offsets: Tensor) -> Layout:
-    """A segment is spoilt if its offsets are not what they must be: from 0 to n, none less than one before."""
+    """The Layout of offsets. A segment is spoilt if its offsets are wrong: they must go from 0 to n and never fall."""
     if len(offsets) == 1:
         none = offsets[:0]
         return Layout(None, none, offsets, none.bool())
@@ -100,9 +103,10 @@ def _of_offsets(n: int, offsets: Tensor) -> Layout:
 
 
 def order_of(index: Tensor, n_segments: int | None) -> tuple[Tensor, Tensor]:
-    """(offsets, order) of an index: its elements in the order of their segments, the last of those that are in none.
+    """(offsets, order) of an index: its elements in the order of their segments.
 
-    Of an index alone each run of equal ones has a segment, and n of them are the most that there may be.
+    The last segment has the elements that are in none. Without n_segments, each run of equal ids is a segment, and
+    there may be n of them at most.
     """
     n = len(index)
     if n_segments is not None:
@@ -121,7 +125,7 @@ def order_of(index: Tensor, n_segments: int | None) -> tuple[Tensor, Tensor]:
 
 
 def of_order(offsets: Tensor, order: Tensor) -> Layout:
-    """What `order_of` has found."""
+    """The Layout of what `order_of` has found."""
     at, ranks = torch.arange(len(order), device=order.device), torch.arange(len(offsets) - 1, device=order.device)
     segment = torch.zeros_like(order).scatter(0, order, torch.searchsorted(offsets[1:], at, right=True))
     return Layout(order, segment, offsets, ranks == len(ranks) - 1)  # each place once
@@ -145,7 +149,7 @@ def _reduced(x: Tensor, how: str, order: Tensor | None, offsets: Tensor) -> Tens
 
 
 class _Sum(torch.autograd.Function):
-    """The sums of segments. Its transpose gives each element its segment's number, and is a function too."""
+    """The sums of segments. Its transpose, `_Spread`, gives each element the number of its segment."""
 
     generate_vmap_rule = True
 
@@ -164,7 +168,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Each element's number of its segment: the gradient of index_select, without its atomics."""
+    """For each element, the number of its segment. The gradient needs no atomics, as that of index_select does."""
 
     generate_vmap_rule = True
 
@@ -183,17 +187,20 @@ class _Spread(torch.autograd.Function):
 
 
 def _total(x: Tensor, layout: tuple[Tensor, ...]) -> Any:
-    """Each element's sum of its segment."""
+    """For each element, the sum of its segment."""
     return _Spread.apply(_Sum.apply(x, *layout), *layout)
 
 
 def gradient_of_elements(dy: Tensor, y: Tensor, log: bool, layout: tuple) -> Any:
-    """dz [n, width] of z, by the result of softmax or log_softmax and its gradient. layout: a Layout less `spoilt`."""
+    """dz [n, width] of z, from the result of softmax or log_softmax and its gradient.
+
+    layout: a Layout without `spoilt`.
+    """
     return dy - y.exp() * _total(dy, layout) if log else (dy - _total(dy * y, layout)) * y
 
 
 def gradient_of_lse(dlse: Tensor, z: Tensor, lse: Tensor, layout: tuple) -> Any:
-    """dz likewise, by the results [n_segments, width] of logsumexp."""
+    """dz [n, width] of z, from the results [n_segments, width] of logsumexp."""
     return (z - _Spread.apply(lse, *layout)).exp() * _Spread.apply(dlse, *layout)
 
 

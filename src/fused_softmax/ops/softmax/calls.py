@@ -66,9 +66,10 @@ class RowFunction:
 
     plan: (rows, result, layout of scores, batch_invariant) -> the planner's choice. over_rows: (rows, result, plan,
     layout) -> what launches it. over_columns: (input, result, layout) of views [n_outer, n_cols, n_inner] -> what
-    launches it, or None. reads: (the input's dtype, the result's) -> whether kernels read it so; if not, it is
-    converted first.
-    reduces: whether a row becomes one value. greedy: what makes rows of scale 0 among rows that stream, if anything.
+    launches it, or None. reads: (the input's dtype, the result's) -> whether kernels read the input as it is; if not,
+    it is converted first.
+    reduces: whether a row becomes one value. greedy: computes rows of scale 0 among rows that stream, if such a
+    function is needed.
     """
 
     name: str
@@ -177,14 +178,14 @@ class _Call:
         return () if self.of.reduces else (self.dtype,)
 
     def may_write(self) -> bool:
-        """Whether kernels may write the caller's tensor: not where it overlaps what another program may still read."""
+        """Whether kernels may write the caller's tensor: not if it overlaps what another program may still read."""
         out = self.result
         if out.dtype != self.dtype or tuple(out.shape) != self.shape or (self.of.reduces and not out.is_contiguous()):
             return False
         return not any(overlap(each, out) for each in (self.input, *self.scores.tensors))
 
     def copied_into(self) -> Launched:
-        """Into a new tensor, and from there into the caller's."""
+        """Compute into a new tensor, and copy that into the caller's."""
         new = prepare_call(self.of, self.input, self.dims, self.dtype, None, self.scores, self.keepdim).__call__
         shape = self.shape
         return Launched(
@@ -192,9 +193,9 @@ class _Call:
         )
 
     def over_columns(self) -> Launched | None:
-        """Along strided dims as they lie; None where there are rows, or scores that take them, or copies.
+        """The call along strided dims as they lie; None if there are rows, or scores that need rows, or copies.
 
-        Their plan follows from all sizes, so that a row that is to have the same bits in any batch is moved.
+        The plan of columns follows from all sizes. So a row that is to have the same bits in any batch is moved.
         """
         of, (x, first) = self.of, _merged(self.input, self.dims)
         if self.scores.batch_invariant or x is None or (of.reduces and not self.scores.plain):
@@ -246,7 +247,7 @@ class _Call:
         return self.direct(launched, supply, input.shape[0] if leads and not layout.copied else None)
 
     def direct(self, launched: Launched, supply, n: int | None = None) -> Launched:
-        """Nothing but an allocation and a launch."""
+        """The call that takes nothing but an allocation and a launch."""
         dtype, empty, of_this = self.dtype, self.empty, (self.shape, self.strides)
 
         def build(n, launch):
@@ -254,7 +255,7 @@ class _Call:
             if n is not None:
                 shape = n, *shape[1:]  # whose strides are the same
 
-            # One for each kind of scores: to unpack last arguments would cost every small call.
+            # One function for each kind of scores: unpacking last arguments would cost every small call.
             def call(input, out, scale, mask, sink=None):
                 result = empty(shape, strides, dtype)
                 launch(input, result)
@@ -285,7 +286,7 @@ class _Call:
         return compose(build, launched, n=n)
 
     def into(self, launched: Launched, supply) -> Launched:
-        """Into the caller's tensor, where it lies. It may overlap an argument in one call and not in the next."""
+        """The call that writes into the caller's tensor. It may overlap an argument in one call and not in the next."""
         of, dims, dtype, keepdim, launch = self.of, self.dims, self.dtype, self.keepdim, launched.__call__
         rules = self.scores.rules
         overlaps = overlap_like(self.result, self.input, self.scores.scale, self.scores.mask, self.scores.sink)
@@ -305,7 +306,7 @@ class _Call:
         return Launched(call)
 
     def through_copies(self, launched: Launched, supply, copied: bool, in_place: bool) -> Launched:
-        """Where no strides describe the rows of the input (copied), or of the result as it shall lie (not in_place)."""
+        """The call that copies: no strides describe the rows of the input (copied), or of the result (not in_place)."""
         launch, dims, shape, strides, dtype = launched.__call__, self.dims, self.shape, self.strides, self.dtype
         moved, empty, device = tuple(rows_last(self.input, dims).shape), self.empty, self.input.device
         alone, beside = self.scores.batch_invariant, self.beside
@@ -323,7 +324,10 @@ class _Call:
         return Launched(call)
 
     def first_max_after(self, launched: Launched, supply, greedy: Callable[[Tensor, Tensor, Scores], None]) -> Launched:
-        """Rows that stream and may have scale 0, which torch's operations give their first maximum."""
+        """The call for rows that stream and may have scale 0.
+
+        torch's operations give rows of scale 0 their first maximum.
+        """
         launch, dtype, (dim,) = launched.__call__, self.dtype, self.dims
         rules, empty, shape, strides = self.scores.rules, self.empty, self.shape, self.strides
         alone, beside = self.scores.batch_invariant, self.beside
@@ -374,7 +378,7 @@ def backward(
     dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, hides: bool, factor: float,
     batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """dx in `dtype`, times a factor; contiguous as y is. hides: elements that were masked have no gradient."""
+    """dx in `dtype`, times a factor; contiguous as y is. hides: whether elements that were masked have no gradient."""
     name, options = backward_key(log, dim, dtype, hides, factor != 1, batch_invariant)
     how = dim, dtype, hides, factor != 1, batch_invariant
     call = kept(name, options, (y, dy), prepare_backward_call, log, dy, y, *how)
@@ -484,7 +488,8 @@ def logsumexp_backward(
 ) -> Tensor:  # fmt: skip
     """exp(z - lse) * dlse of x's shape, in `dtype` or x's: the gradient of the scores z.
 
-    A sink is no part of it: lse counts it already. hides: whether rows whose dlse is 0 get 0, whatever they hold.
+    A sink has no part in it, because lse counts it already. hides: whether rows whose dlse is 0 get 0, whatever they
+    hold.
     """
     dtype = dtype or x.dtype
     options = dims, dtype, scores.is_causal, scores.masked_rows, hides

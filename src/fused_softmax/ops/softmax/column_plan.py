@@ -104,10 +104,11 @@ def plan_columns(
     masked: bool = False,
     **choices: int,
 ) -> ColumnPlan | None:
-    """The plan for reductions over the middle dim; None where too many programs would have to wait for each other.
+    """The plan for reductions over the middle dim; None if too many programs would have to wait for each other.
 
-    holds: whether a program holds what it reads until all is reduced; logsumexp does not, and splits as it likes.
-    masked: whether a mask is read too, or what it hid is looked for, which takes registers of those that hold columns.
+    holds: whether a program holds what it reads until all is reduced. logsumexp does not, and splits as it likes.
+    masked: whether a mask is read too, or masked elements are looked for. Both take registers from those that hold
+    columns.
     access: elements that lie side by side at an aligned address, wherever a program reads; at most 16 bytes count.
     choices: inner_bytes, held_bytes, num_warps and vector overrule the constants; the tuner and the tests use it.
 
@@ -130,7 +131,7 @@ def plan_columns(
             parts = 1
     part_cols = -(-n_cols // (parts * block_cols)) * block_cols
     parts = -(-n_cols // part_cols)
-    # Messages are fp32; and AMD's compiler has no exchange of 64 bits for addresses like these.
+    # Messages are fp32, and AMD's compiler has no 64-bit exchange for addresses like these.
     apart = itemsize < 8 and device.backend == "cuda" and parts <= min(COLUMN_MOST_PARTS, device.sm_count)
     if parts > 1 and not apart:
         return None
@@ -146,7 +147,7 @@ def plan_columns(
         full_pieces=(n_cols - (parts - 1) * part_cols) // block_cols,
         parts=parts,
         part_cols=part_cols,
-        lanes=max(next_power_of_2(parts), 32 * num_warps // inner),  # no lane twice: copies of one would see it differ
+        lanes=max(next_power_of_2(parts), 32 * num_warps // inner),  # no lane twice: copies could differ
         num_warps=num_warps,
         holds=holds,
         reasons=(
@@ -195,7 +196,7 @@ def _read_tile(
     vector = min(choices.get("vector", VECTOR_BYTES // itemsize), COLUMN_POSITIONS)
     inner_bytes, held_bytes = COLUMN_BYTES[inputs, itemsize]
     if not choices and access * itemsize >= 4 and n_cols <= COLUMN_FEW_READ:
-        for num_warps in (4, 2, 1):  # a column at a time: no position's states need merging
+        for num_warps in (4, 2, 1):  # one column at a time: no states of a position need merging
             inner = 32 * num_warps * vector
             if inner <= n_inner and n_outer * -(-n_inner // inner) >= device.sm_count:
                 return inner, 1, num_warps, n_cols
@@ -211,7 +212,7 @@ def _read_tile(
 def _tile(
     vector: int, num_warps: int, inner: int, held: int, n_cols: int, n_inner: int
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """The same for so many warps at most: fewer where columns do not fill them, or more positions."""
+    """The tile for at most so many warps: fewer if columns do not fill them, or more inner positions."""
     while num_warps > 1 and next_power_of_2(n_cols) * inner <= held // 2 and num_warps * 32 * vector > n_cols * inner:
         num_warps //= 2
     elements = 32 * num_warps * vector

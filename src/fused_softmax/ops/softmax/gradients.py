@@ -1,6 +1,6 @@
 """softmax and log_softmax as autograd differentiates them: the gradients of input, mask, scale and sink, from y and dy.
 
-A kernel writes the input's where that is all that is asked for, reading y and dy once; torch's operations do the rest.
+If only the input's is wanted, a kernel writes it, and reads y and dy once. torch's operations do the rest.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Differentiated(NamedTuple):
 
     sunk: whether there is a sink.
     batch_invariant: whether a row has the same bits in any batch.
-    quick: where dx is all that may be asked, and a kernel makes it: the name and options of its call.
+    quick: the name and options of the kernel's call, if only dx may be wanted and a kernel makes it.
     """
 
     log: bool
@@ -90,7 +90,7 @@ def _prepare_lse(input: Tensor, dim: int, dtype: torch.dtype, scores: Scores) ->
 
 
 class _OfInput(torch.autograd.Function):
-    """y with the gradient of input alone: as _Softmax, with fewer arguments for autograd to go through."""
+    """y with the gradient of input alone: `_Softmax` with fewer arguments for autograd to go through."""
 
     @staticmethod
     def forward(ctx, input, how):
@@ -132,7 +132,7 @@ class _Softmax(torch.autograd.Function):
         return *gradients(ctx, dy, *ctx.needs_input_grad[:4]), None
 
 
-# As their apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+# As their apply, without its search for functorch's wrappers: a call under a transform does not come here.
 _apply_to_input = super(torch.autograd.Function, _OfInput).apply
 _apply = super(torch.autograd.Function, _Softmax).apply
 
@@ -166,12 +166,12 @@ def gradients(
     factor: Any = scale if scale is not None else 1.0 if ctx.number is None else ctx.number
     if not (for_input or for_mask or for_scale):
         return None, None, None, sink_gradient(dy, y, sink, lse, kind) if for_sink else None
-    greedy = None  # rows whose first maximum, times 1, stands against the sink
+    greedy = None  # in rows of scale 0 the first maximum, times 1, competes with the sink
     if kind.greedy and kind.sunk:
         greedy = torch.as_tensor(factor, device=dy.device) == 0
         factor = 1.0 if scale is None else torch.where(greedy, 1.0, scale.to(dy.device))
-    # One rounding where dx is all that is asked; the others are reductions of the gradient of the scores, in the dtype
-    # of the arithmetic. A kernel's number has 32 bits, too few for fp64, and no kernel writes fp8.
+    # dx alone is rounded once. The others are reductions of the gradient of the scores, in the dtype of the
+    # arithmetic. A kernel's number has 32 bits, too few for fp64, and no kernel writes fp8.
     in_kernel = scale is None and not for_mask and (factor == 1 or y.dtype != torch.float64)
     in_kernel = in_kernel and kind.input_dtype in DTYPES
     if in_kernel and not (kind.log and kind.greedy) and not torch.is_grad_enabled() and runs_here(dy, y):
@@ -220,12 +220,12 @@ def sink_gradient(dy: Tensor, y: Tensor, sink: Tensor, lse: Tensor, kind: Differ
     arithmetic = torch.promote_types(y.dtype, torch.float32)
     z = sink.detach().to(dy.device, arithmetic)
     p = (z - lse).exp().masked_fill(z == -float("inf"), 0.0)
-    if torch.is_grad_enabled():  # lse is no output: 1 - sum y has p's derivative, though not its digits
+    if torch.is_grad_enabled():  # lse is no output. 1 - sum y has the derivative of p, though not its digits
         rest = 1.0 - (y.to(arithmetic).exp() if kind.log else y.to(arithmetic)).sum(kind.dim, keepdim=True)
         p = p + (rest - rest.detach())
     terms = dy.to(arithmetic)
     if not kind.log:
-        # A row of which nothing is kept is NaN, and has no part where dy is 0.
+        # A row that keeps nothing is NaN, and has no part if dy is 0.
         terms = (terms * y.to(arithmetic)).masked_fill(dy == 0, 0.0)
     return (-p * terms.sum(kind.dim, keepdim=True)).sum_to_size(sink.shape).to(sink.dtype)
 
@@ -239,6 +239,6 @@ def differentiable_backward(
     dz = function(dy.to(arithmetic), y.to(arithmetic), dim, arithmetic).to(dtype or y.dtype)
     if not hides:
         return dz
-    # A row of which nothing is kept has a y of NaN, and a dz of NaN, though it has no part in what follows.
+    # A row that keeps nothing has a y and a dz of NaN, but no part in what follows.
     dz = dz.masked_fill((dy == 0).all(dim, keepdim=True), 0.0)
     return dz.masked_fill(y == -float("inf"), 0.0) if log else dz

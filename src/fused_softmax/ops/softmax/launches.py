@@ -32,8 +32,8 @@ def plan_forward(
     """The planner's choice for rows x and y [n_rows, n_cols]. batch_invariant: x is `rows_alone`."""
     scores, (n_rows, n_cols) = layout.scores, sizes_of(x)
     if held_bytes(x) < held_bytes(y) and n_cols <= _SAME_SUMS:
-        x, y = y, x  # the plan for what is written sums in the order that an input of its dtype is summed in
-    # The dtype of what is held: of the arithmetic where that is fp64, or where sums with a mask are held and not x.
+        x, y = y, x  # the plan for the result's dtype, so that sums are in the order of an input of that dtype
+    # The dtype of what is held: the arithmetic's if that is fp64, or if sums with a mask are held and not x.
     itemsize = 8 if torch.float64 in (x.dtype, y.dtype) else max(held_bytes(x), 4 if scores.added else 0)
     # A greedy row takes more registers than a causal ladder counts on.
     causal = scores.is_causal and not scores.greedy
@@ -47,11 +47,10 @@ def plan_forward(
 def prepare_forward(
     x: Tensor, y: Tensor, plan: RowPlan | None = None, layout: ScoreLayout = PLAIN_ROWS, *, log: bool = False
 ) -> Launched:
-    """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: call(x, y, mask, scale, sink), those
-    that are not None.
+    """What launches `plan`, or the planner's, on rows [n_rows, n_cols].
 
-    x: as `layout.rows_of` has it, as are inputs everywhere here; an output has one row stride. A scale that is a number
-    comes last, with each call.
+    It is call(x, y, mask, scale, sink), without those that are None. x: as `layout.rows_of` gives it, as are inputs
+    everywhere here; an output has one row stride. A scale that is a number comes last, with each call.
     """
     from fused_softmax.ops.softmax.kernels.causal import _causal_forward
     from fused_softmax.ops.softmax.kernels.forward import _part_forward, _tile_forward
@@ -118,7 +117,7 @@ def _prepare_stream(plan: RowPlan, spec: ScoreSpec, x: Tensor, y: Tensor, layout
 
 
 def keep_first_max(x: Tensor, y: Tensor, scores: Scores, *, log: bool) -> None:
-    """The rows of scale 0 among rows that stream: no kernel does it for them, torch's operations do."""
+    """The results of rows of scale 0 among rows that stream, by torch's operations: no kernel does it for them."""
     greedy = reference.log_softmax if log else reference.softmax
     one_hot = greedy(
         x, dtype=y.dtype, **scores.formula() | {"scale": 0.0}, arithmetic=torch.promote_types(y.dtype, torch.float32)
@@ -142,8 +141,8 @@ def prepare_backward(
 ) -> Launched:  # fmt: skip
     """What launches `plan`, or the planner's, on rows [n_rows, n_cols]: call(dy, y, dx), and the factor if scaled.
 
-    dy, y: as `layout.rows_of` has them together.
-    hides: elements that a mask hid, which are -inf in a log_softmax for it, have no gradient.
+    dy, y: as `layout.rows_of` gives them together.
+    hides: whether elements that a mask hid, which are -inf in a log_softmax, have no gradient.
     """
     from fused_softmax.ops.softmax.kernels.gradient import _part_backward, _stream_backward, _stream_dot, _tile_backward
 
@@ -185,9 +184,9 @@ def prepare_backward(
 def prepare_columns(
     x: Tensor, y: Tensor, layout: ScoreLayout = PLAIN_COLUMNS, *, log: bool = False, plan: ColumnPlan | None = None
 ) -> Launched | None:
-    """What runs the forward on views [n_outer, n_cols, n_inner]: call(x, y, mask, scale), those that are not None.
+    """What runs the forward on views [n_outer, n_cols, n_inner]: call(x, y, mask, scale), without those that are None.
 
-    None where no plan holds the columns, or where a scale of 0 would take the first maximum of several programs.
+    None if no plan holds the columns, or if rows of scale 0 would need the first maximum of several programs.
     layout: of mask and scale (`scores_against_columns`). A scale that is a number comes last, with each call.
     """
     from fused_softmax.ops.softmax.kernels.columns import _column_forward
@@ -230,14 +229,14 @@ def _over_columns(
     device, holds = x.get_device(), how["holds"]
     gpu = device_of(device)
     strides = [stride for tensor in tensors.values() for stride in tensor.stride()[:-1]]
-    nested = len(x.shape) > 3  # of its strides Triton knows what K.vector says alone
+    nested = len(x.shape) > 3  # Triton knows of its strides only what K.vector says
     vector = access_of(list(tensors.values()), strides, x) if holds or nested or x.element_size() < 4 else 1
     if plan is None:
         *outer, n_cols, n_inner = x.shape
         n_outer = math.prod(outer)
         wide = result.dtype == torch.float64 or n_cols <= _SAME_SUMS
         itemsize = max(held_bytes(x), held_bytes(result)) if wide else held_bytes(x)
-        if how.get("mask") == ADDED_MASK:  # sums with it are held, and not x
+        if how.get("mask") == ADDED_MASK:  # with an added mask, sums are held and not x
             itemsize = max(itemsize, 4)
         plan = plan_columns(
             n_outer, n_cols, n_inner, itemsize, gpu, inputs=len(inputs), holds=holds, access=vector,
@@ -297,7 +296,7 @@ def prepare_logsumexp(
     device = x.get_device()
     kind = {name: value for name, value in layout.kind.items() if name != "zero_masked_rows"}
     spec = spec_of(ScoreSpec, plan, lse.dtype, device, itemsize=x.element_size(), **kind, **format_of(x))
-    # The bodies of short odd rows that are one piece keep their layout beside edges that are loaded after them.
+    # The body of a short odd row in one piece keeps its layout if its edges are loaded after it.
     spec = replace(spec, full_pieces=0, edges_first=spec.tile and spec.shifted and plan.pieces > 1)
     tensors = {"x": x, "lse": lse, "mask": layout.mask, "scale": layout.scale, "sink": layout.sink}
     kernel = _tile_logsumexp
@@ -320,9 +319,10 @@ def prepare_logsumexp_backward(
     x: Tensor, lse: Tensor, dlse: Tensor, dx: Tensor, plan: RowPlan | None = None, layout: ScoreLayout = PLAIN_ROWS,
     *, hides: bool = False,
 ) -> Launched:  # fmt: skip
-    """What writes exp(z - lse) * dlse of rows [n_rows, n_cols]: call(x, lse, dlse, dx, mask, scale), those there are.
+    """What writes exp(z - lse) * dlse of rows [n_rows, n_cols]: call(x, lse, dlse, dx, mask, scale).
 
-    hides: whether a row whose dlse is 0 gets 0, NaN or not; scores that hide elements have it so.
+    Those that do not exist are left out. hides: whether a row whose dlse is 0 gets 0, NaN or not. It is so for scores
+    that hide elements.
     """
     from fused_softmax.ops.softmax.kernels.logsumexp import _logsumexp_backward
 

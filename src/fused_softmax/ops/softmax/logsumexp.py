@@ -1,7 +1,8 @@
 """logsumexp over one or several dims, of the input or of its scaled, masked, causal scores.
 
 lse = m + log s,  m = max z,  s = sum exp(z - m).  Its gradient is dx = exp(z - lse) * dlse.
-The lse in it is that of the arithmetic: of one of 50 that was rounded to 16 bits, gradients are 10 % too large.
+The lse in the gradient has the dtype of the arithmetic: if an lse of 50 were rounded to 16 bits, gradients would be 10
+% too large.
 Traffic: the input is read once (MN); the gradient reads it again and writes dx (2MN).
 """
 
@@ -248,7 +249,7 @@ class _LogSumExp(torch.autograd.Function):
         return *gradients(ctx, dlse, *ctx.needs_input_grad[:4]), None
 
 
-# As _LogSumExp.apply, less its search for functorch's wrappers: a call that a transform watches does not come here.
+# As _LogSumExp.apply, without its search for functorch's wrappers: a call under a transform does not come here.
 _apply = super(torch.autograd.Function, _LogSumExp).apply
 
 
@@ -272,7 +273,7 @@ def gradients(ctx, dlse: Tensor, for_input: bool, for_mask: bool, for_scale: boo
     keepdim_shape = [1 if d in dims else size for d, size in enumerate(input.shape)]
     if isinstance(factor, Tensor) or factor == 0:
         factor = torch.where(torch.as_tensor(factor, device=input.device) == 0, 1.0, factor)
-    # One rounding where dx is all that is asked; the others are reductions of dz, in the dtype of the arithmetic.
+    # dx alone is rounded once. The others are reductions of dz, in the dtype of the arithmetic.
     alone = isinstance(factor, float) and factor == 1.0 and not for_mask
     if lse.dtype.itemsize < arithmetic.itemsize:  # the registered operator's, where no dtype was given
         whole_scores = replace(scores, sink=ctx.sink if sink is None else sink)

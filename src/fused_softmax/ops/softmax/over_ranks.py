@@ -150,7 +150,7 @@ def _sink_of(scores: Scores, lse: Tensor) -> Tensor:
 
 
 def _beside(of_one: OfOne, x: Tensor, dim: int, dtype: torch.dtype, scores: Scores, others: Tensor) -> Tensor:
-    """The softmax of a shard's columns, of which others have the lse `others`."""
+    """The softmax of a shard's columns, if those of other ranks have the lse `others`."""
     if not x.shape[dim]:
         return x.to(dtype) + others.to(dtype)  # nothing, by way of what has to be gathered in the backward pass too
     sink = others if scores.sink is None else torch.logaddexp(others, _sink_of(scores, others))
@@ -163,7 +163,7 @@ def _hollow(scores: Scores) -> float:
 
 
 def _heard(own: Tensor, shards: Shards) -> Tensor:
-    """[ranks, *own.shape] of a number of every row."""
+    """[ranks, *own.shape]: a number of every row, from all ranks."""
     return gather(own.reshape(-1), shards).view(len(shards.sizes), *own.shape)
 
 
@@ -190,7 +190,7 @@ class _Merged(torch.autograd.Function):
 
 
 class _LseOfRows(torch.autograd.Function):
-    """lse of whole rows, from a shard's columns, which are read again for the gradient: p dlse."""
+    """lse of whole rows, from a shard's columns, which are read again for the gradient p dlse."""
 
     @staticmethod
     def forward(ctx, x, shards):
@@ -208,7 +208,7 @@ class _LseOfRows(torch.autograd.Function):
 
 
 class _Others(torch.autograd.Function):
-    """lse of the other ranks' columns, from a shard's; what comes back is gathered from those others."""
+    """lse of the other ranks' columns, from a shard's. Its gradient is gathered from these ranks."""
 
     @staticmethod
     def forward(ctx, own, shards, hollow):
@@ -231,7 +231,7 @@ class _Others(torch.autograd.Function):
 
 
 class SoftmaxOfShard(torch.autograd.Function):
-    """softmax, or its logarithm, with the gradient of a shard's input: one sum a row is exchanged for it."""
+    """softmax, or its logarithm, with the gradient of a shard's input, for which one sum a row is exchanged."""
 
     @staticmethod
     def forward(ctx, x, of_one, log, dim, dtype, scores, shards):
@@ -261,8 +261,8 @@ class SoftmaxOfShard(torch.autograd.Function):
 
 
 def takes(dy: Tensor, y: Tensor, dim: int, dtype: torch.dtype, factor: float | None) -> bool:
-    """Whether the kernels make the gradient, in `dtype` and times factor, if any."""
-    # A kernel's number has 32 bits; and fp64 in 16 is torch's to round, for the interpreter does it wrongly.
+    """Whether kernels make the gradient, in `dtype` and times the factor, if there is one."""
+    # A kernel's number has 32 bits. torch rounds fp64 to 16 bits, because the interpreter does it wrongly.
     exact = (factor is None and dtype == y.dtype) or torch.float64 not in (y.dtype, dtype)
     fits = y.numel() > 0 and dim % y.ndim == y.ndim - 1 and y.dtype in DTYPES and dtype in DTYPES
     return fits and exact and dy.dtype == y.dtype and y.is_contiguous() and runs_here(dy, y)

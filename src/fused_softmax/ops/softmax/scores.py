@@ -33,7 +33,7 @@ class Scores(Options):
 
     scale: a number, or a tensor that broadcasts against the input with its last dim 1.
     mask: bool or of a float dtype; broadcasts against the input, and is never expanded in memory.
-    masked_rows: what a row gets of which nothing is kept: NaN, or probabilities of zero.
+    masked_rows: what a row gets that keeps nothing: NaN, or probabilities of zero.
     never_zero: whether a scale tensor is known to hold no 0.
     moved: whether scale, mask or sink came from another device, and is a copy.
     sink: a number, or a tensor that broadcasts as a scale does.
@@ -61,7 +61,7 @@ class Scores(Options):
 
     @property
     def rules(self) -> dict[str, Any]:
-        """The options that a kept call has of itself, and not of its arguments."""
+        """The options that a kept call has, and its arguments do not."""
         return {name: getattr(self, name) for name in ("is_causal", "masked_rows", "batch_invariant")}
 
     @property
@@ -115,9 +115,9 @@ class Scores(Options):
         return replace(self, **given)
 
     def exact(self, dtype: torch.dtype, device: torch.device) -> "Scores":
-        """As kernels take it: with a sink that is a tensor, and a scale that is one where the arithmetic has 64 bits.
+        """The scores as kernels take them: the sink is a tensor, and so is the scale if the arithmetic has 64 bits.
 
-        A kernel's own number has 32.
+        A kernel's own number has 32 bits.
         """
         scores = self
         if self.sink is not None and not isinstance(self.sink, Tensor):
@@ -139,7 +139,7 @@ PLAIN, PLAIN_IN_ANY_BATCH = Scores(), Scores(batch_invariant=True)
 
 
 def kernel_number(number: float) -> float:
-    """A number as 32 bits hold it, but never 0 unless it is: 0 is another thing than its neighbours."""
+    """A number as 32 bits hold it. It does not become 0 by rounding, because 0 has a meaning of its own."""
     return math.copysign(_LEAST, number) if 0 < abs(number) < _LEAST else float(number)
 
 
@@ -148,14 +148,14 @@ def is_plain(scale: Any, mask: Any, is_causal: Any, masked_rows: Any, sink: Any 
 
 
 def kind_of_scale(scale: Any) -> Any:
-    """What a kept call depends on of a scale: of a number, whether it is 0 or 1; of anything else, itself."""
+    """What a kept call depends on of a scale: whether a number is 0 or 1; anything else itself."""
     if type(scale) is float or type(scale) is int:
         return "0" if scale == 0 else "1" if scale == 1 else "number"
     return scale
 
 
 def kind_of_sink(sink: Any) -> Any:
-    """What a kept call depends on of a sink: of a number, that it is one; of anything else, itself."""
+    """What a kept call depends on of a sink: that a number is one; anything else itself."""
     return "number" if type(sink) is float or type(sink) is int else sink
 
 
@@ -230,11 +230,12 @@ class ScoreLayout:
     """How mask, scale and sink lie against the rows of an input [n_rows, n_cols], for the kernels.
 
     scores: what is laid out, with a sink that is a tensor (`Scores.exact`).
-    A row's number splits into up to three indices (the last two of sizes n_1 and n_2); strides are of those.
+    A row's number splits into up to three indices, of which n_1 and n_2 are the sizes of the last two. Strides are
+    along these indices.
 
     mask, scale, sink: the tensors, or None. values: a kernel's arguments by name.
     kind: the fields of its ScoreSpec that the scores decide.
-    shared_dims: how many indices, the last ones, a row of the mask depends on, if not on the one before them.
+    shared_dims: on how many of the last indices a row of the mask depends, if not on the index before them; else 0.
     copied: whether one of these is a copy, which another call has to make anew.
     leading: the value, if any, that counts the rows' leading index, and so grows with the input's leading size.
     """
@@ -292,7 +293,7 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
         sizes, strides = coalesced(shape[:-1], _leading_strides(alone, shape))
         copied = len(sizes) > 3 or any(a is not b for a, b in zip(alone, views, strict=True))
         views = alone
-    if len(sizes) > 3:  # no three indices describe it
+    if len(sizes) > 3:  # three indices do not describe it
         views = [None if view is None else _dense(view) for view in views]
         sizes, strides = coalesced(shape[:-1], _leading_strides(views, shape))
     shared = 0
@@ -305,7 +306,7 @@ def scores_against(scores: Scores, shape: tuple[int, ...]) -> ScoreLayout:
     col_stride = 0 if views[0] is None else views[0].stride(-1)
     n_queries = shape[-2] if scores.is_causal else 1
     values = dict(zip(_NAMES, (*sizes[1:], *strides[0], col_stride, *strides[1], n_queries), strict=True))
-    # None where there is no sink: a kernel without one has no argument for it, and stays as it was compiled.
+    # None without a sink: the kernel then has no argument for it, and stays as it was compiled.
     values |= dict(zip(_SINK, (None,) * 3 if views[2] is None else strides[2], strict=True))
     kind = _kind_of(scores) | {"causal": scores.is_causal, "sink": views[2] is not None}
     values |= {"scale": scores.number}
@@ -372,7 +373,7 @@ def _kind_of(scores: Scores) -> dict[str, Any]:
 
 
 def _dense(view: Tensor) -> Tensor:
-    """A copy in which any neighbours of the leading dims merge, and which has no more of the last dim than the view."""
+    """A copy in which all neighbours of the leading dims merge. Its last dim is no larger than that of the view."""
     return view.contiguous() if view.stride(-1) else view[..., :1].contiguous().expand(view.shape)
 
 
@@ -387,7 +388,7 @@ def _stands_alone(view: Tensor) -> bool:
 
 
 def _padded(view: Tensor) -> Tensor:
-    """A copy that `_stands_alone`, with one place for what a view has many times."""
+    """A copy that `_stands_alone`. What a view has many times has one place in it."""
     sizes = [size if stride else 1 for size, stride in zip(view.shape, view.stride(), strict=True)]
     alone = view[tuple([slice(size) for size in sizes])]
     padded = view.new_empty((*sizes[:-1], -(-sizes[-1] // 16) * 16))[..., : sizes[-1]]
@@ -442,14 +443,17 @@ def supplied(supply, scale, mask, sink=None) -> tuple:
 
 
 def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number where a kernel reads it. A few are kept for good, for launches of any stream and of any graph."""
+    """A number in memory, for a kernel to read.
+
+    A few of them are kept for good, for launches of any stream and of any graph.
+    """
     key = (value, dtype, device)
     kept = _numbers.get(key)
     if kept is not None:
         return kept
-    # What a graph captures is written when the graph runs, in memory that is the graph's: no other launch may read it.
+    # A number that a graph captures is written when the graph runs, in the graph's memory. No other launch may read it.
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if capturing or len(_numbers) >= _MOST_NUMBERS or value != value:  # a NaN is never found again
+    if capturing or len(_numbers) >= _MOST_NUMBERS or value != value:  # a NaN would never be found again
         return torch.full((), value, dtype=dtype, device=device)
     # A copy from the host is over before this returns; a fill would be on the current stream alone.
     return _numbers.setdefault(key, torch.tensor(value, dtype=dtype, device=device))

@@ -1,11 +1,12 @@
 """attention of few queries over many keys: the keys of a head are cut into parts, one for each program.
 
-Rows of a tile are all that share the keys: the queries of the heads of a group. Each program leaves (m, s, o) of its
-part, and the one that ends last merges them, in the order of the parts, so that a result has the same bits every time:
+The rows of a tile are all rows that share the keys: the queries of the heads of a group. Each program stores (m, s, o)
+of its part. The one that ends last merges them in the order of the parts, so that a result has the same bits every
+time:
 
     m = max_p m_p;  s = sum_p s_p exp(m_p - m);  o = sum_p o_p exp(m_p - m);  output = o / s
 
-Which one ends last a ticket tells, which is 0 again at the end of the launch (Dao et al., "Flash-Decoding", 2023).
+A ticket tells which program ends last. It is 0 again at the end of the launch (Dao et al., "Flash-Decoding", 2023).
 Traffic: key and value once; the states of the parts are written and read once, in fp32.
 """
 
@@ -57,7 +58,7 @@ def _decode(
         store_merged(m, s, o, sinks_ptr, o_ptr, lse_ptr, number, place, group, n_queries, unit_of(A, K), BLOCK_M, K)
     else:
         store_part(parts_ptr, program, m, s, o, n_rows, K)
-        tl.debug_barrier()  # whoever draws the ticket releases what all threads have stored
+        tl.debug_barrier()  # the thread that draws the ticket releases what all threads have stored
         if tl.atomic_add(tickets_ptr + number, 1, sem="acq_rel") == n_parts - 1:
             tl.atomic_xchg(tickets_ptr + number, 0, sem="relaxed")
             all_m, all_s, all_o = merged_parts(parts_ptr, number.to(tl.int64) * n_parts, n_parts, K)
@@ -69,14 +70,14 @@ def _decode(
 
 @triton.jit
 def rows_of(place, group, n_queries, ROWS: tl.constexpr):
-    """(heads, queries) of the rows of a head of keys; rows beyond the last are the last."""
+    """(heads, queries) of the rows that share a head of keys. Rows beyond the last repeat it."""
     rows = tl.minimum(tl.arange(0, ROWS), group * n_queries - 1)
     return place.head * group + rows // n_queries, rows % n_queries
 
 
 @triton.jit
 def store_part(parts_ptr, program, m, s, o, n_rows, K: tl.constexpr):
-    """All o of [programs, BLOCK_R, BLOCK_V] come first, then all m, then all s."""
+    """Store a part: all o [programs, BLOCK_R, BLOCK_V] come first, then all m, then all s."""
     BLOCK_R: tl.constexpr = K.block_r
     BLOCK_V: tl.constexpr = K.block_v
     rows, dims = tl.arange(0, K.block_m), tl.arange(0, BLOCK_V)
@@ -91,7 +92,7 @@ def store_part(parts_ptr, program, m, s, o, n_rows, K: tl.constexpr):
 
 @triton.jit
 def merged_parts(parts_ptr, first, n_parts, K: tl.constexpr):
-    """(m, s, o) of n_parts parts from `first` on, [BLOCK_R] and [BLOCK_R, BLOCK_V], by way of L2."""
+    """(m, s, o) of n_parts parts from `first` on, [BLOCK_R] and [BLOCK_R, BLOCK_V], read from L2."""
     LANES: tl.constexpr = K.lanes
     CHUNK: tl.constexpr = K.chunk
     BLOCK_R: tl.constexpr = K.block_r
@@ -123,7 +124,7 @@ def merged_parts(parts_ptr, first, n_parts, K: tl.constexpr):
 def store_merged(
     m, s, o, sinks_ptr, o_ptr, lse_ptr, number, place, group, n_queries, unit, ROWS: tl.constexpr, K: tl.constexpr
 ):
-    """Output and lse of all rows of a head of keys."""
+    """Store output and lse of all rows that share a head of keys."""
     if K.sinks:
         heads, _ = rows_of(place, group, n_queries, ROWS)
         m, s, _, o = with_sink(m, s, s, o, tl.load(sinks_ptr + heads), unit, K)

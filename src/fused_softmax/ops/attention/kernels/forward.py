@@ -101,7 +101,7 @@ def visit(
 
 @triton.jit
 def add_keys(top, m, s, t, o, q, k_head, v_head, first, rows, start, A, place, S, K: tl.constexpr, EDGE: tl.constexpr):
-    """The state after the tile of keys from `start` on."""
+    """The state after adding the tile of keys from `start` on."""
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
     k = load_tile(k_head, start, S.n_keys, BLOCK_N, K.head_dim, K.block_d, GUARD)
@@ -129,13 +129,13 @@ def add_keys(top, m, s, t, o, q, k_head, v_head, first, rows, start, A, place, S
 
 @triton.jit
 def weighed(p, z):
-    """p z, and 0 where p is 0, for z may be -inf there."""
+    """p z; 0 where p is 0, because z may be -inf there."""
     return tl.where(p == 0.0, 0.0, p * z)
 
 
 @triton.jit
 def with_sink(m, s, t, o, sink, unit, K: tl.constexpr):
-    """The state with one score more; t is of use with K.entropy alone."""
+    """The state with one more score. t is used with K.entropy alone."""
     sink = sink_as_origin(sink.to(tl.float32) * LOG2E, unit)
     top = tl.maximum(m, sink)
     base = tl.where(top == NEG_INF, 0.0, top)
@@ -147,7 +147,7 @@ def with_sink(m, s, t, o, sink, unit, K: tl.constexpr):
 
 @triton.jit
 def store_rows(m, s, o, o_ptr, lse_ptr, number, first, n, unit, ROWS: tl.constexpr, K: tl.constexpr):
-    """Output and lse of a state: of rows from `first` on, of n that a head has."""
+    """Store output and lse from a state: of rows from `first` on, of the n rows of a head."""
     total = tl.where(s == 0.0, 1.0, s)
     if K.exact:
         o = o / total[:, None]

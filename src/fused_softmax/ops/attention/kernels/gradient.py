@@ -53,11 +53,11 @@ def _delta(
 ):  # fmt: skip
     """What the gradients have to know of GRANULE queries.
 
-    record: of each head delta, 0 of a query that sees nothing; m, and log2 of the sum, as `state_of` takes them: 0 and
-    lse, unless that is too coarse for one of these queries. Without o there is no delta.
-    coarse: 1 from then on, and 0 again after the kernel of dQ.
-    rows: [heads, 2, n_padded], where it is given: lse in units of log 2, and delta. lse is inf where there is nothing
-    to see, and -0 where it is too coarse, so that what is recorded counts.
+    record: of each head, delta, m and log2 of the sum, as `state_of` takes them. m is 0 and the log is lse, unless lse
+    is too coarse for one of these queries. delta is 0 for a query that sees nothing, and is not stored without o.
+    coarse: becomes 1 if some lse is too coarse. The kernel of dQ sets it back to 0.
+    rows: [heads, 2, n_padded], if given: lse in units of log 2, and delta. lse is inf for a query that sees nothing,
+    and -0 where it is too coarse, so that the record is used.
     """
     n_tiles = tl.cdiv(n_queries, _GRANULE)
     program = tl.program_id(0)
@@ -102,7 +102,10 @@ def _delta(
 
 @triton.jit
 def maximum_and_log_sum(q_head, k_head, sinks_ptr, first, place, A, S, K: tl.constexpr):
-    """The maximum of each query's scores, as `scores_of` gives them, and log2 of its sum; 0 and inf of none."""
+    """The maximum of each query's scores, as `scores_of` gives them, and log2 of its sum.
+
+    They are 0 and inf for a query that sees nothing.
+    """
     BLOCK_N: tl.constexpr = K.block_n
     unit = unit_of(A, K)
     q = load_tile(q_head, first, S.n_queries, _GRANULE, K.head_dim, K.block_d)
@@ -135,9 +138,10 @@ def _keys_gradient(
 ):  # fmt: skip
     """dK and dV of a tile of keys.
 
-    coarse: which of two kernels computes, that whose weights take the recorded maxima, or the faster one without them.
+    coarse: which of two kernels computes: the one whose weights take the recorded maxima, or the faster one without
+    them.
     """
-    if (tl.load(coarse_ptr) != 0) != K.recorded:  # another kernel's
+    if (tl.load(coarse_ptr) != 0) != K.recorded:  # the other kernel computes
         return
     BLOCK_N: tl.constexpr = K.block_n
     BLOCK_D: tl.constexpr = K.block_d
@@ -172,7 +176,7 @@ def _keys_gradient(
 def over_queries(
     dk, dv, k, v, q_head, do_head, record, first, begin, end, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV with what queries from begin to end add."""
+    """dK and dV after adding the queries from begin to end."""
     BLOCK_M: tl.constexpr = K.block_m
     if K.skips:
         word, run, n = queries_to_visit(begin, end, first, place, A, S, K)
@@ -190,7 +194,7 @@ def over_queries(
 def add_queries(
     dk, dv, k, v, q_head, do_head, record, first, start, A, place, S, K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV with what the tile of queries from `start` on adds. Tiles of scores are [keys, queries]."""
+    """dK and dV after adding the tile of queries from `start` on. Tiles of scores are [keys, queries]."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
@@ -212,7 +216,7 @@ def _queries_gradient(
     q_strides, k_strides, v_strides, mask_strides, bias_strides, slopes_strides, do_strides,
     n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries, and its dS [batches, heads, queries, keys] if K.stores_ds: where keys are seen."""
+    """dQ of a tile of queries. With K.stores_ds also its dS [batches, heads, queries, keys], where keys are seen."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_D: tl.constexpr = K.block_d
     A = Added(mask_ptr, mask_strides, bias_ptr, bias_strides, slopes_ptr, slopes_strides, scale, cap)
@@ -236,7 +240,7 @@ def _queries_gradient(
     begin, _, end = keys_seen(first, S, K)
     dq = over_keys(dq, q, do, m, log_sum, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S, K, K.edge)
     store_tile(dq_ptr + row * K.head_dim, dq * scale, first, n_queries, BLOCK_M, K.head_dim, BLOCK_D)
-    if program == 0:  # whoever reads it has ended
+    if program == 0:  # all kernels that read it have ended
         tl.store(coarse_ptr, 0)
 
 
@@ -245,7 +249,7 @@ def over_keys(
     dq, q, do, m, log_sum, delta, k_head, v_head, ds_ptr, row, first, begin, end, A, place, S,
     K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dQ with what keys from begin to end add."""
+    """dQ after adding the keys from begin to end."""
     BLOCK_N: tl.constexpr = K.block_n
     if K.skips:
         word, run, n = keys_to_visit(first, begin, end, place, A, S, K)
@@ -266,7 +270,7 @@ def add_keys(
     dq, q, do, m, log_sum, delta, k_head, v_head, ds_ptr, row, first, start, A, place, S,
     K: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dQ with what the tile of keys from `start` on adds."""
+    """dQ after adding the tile of keys from `start` on."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     GUARD: tl.constexpr = EDGE and K.ragged
@@ -283,7 +287,7 @@ def add_keys(
 
 @triton.jit
 def store_ds(ds_ptr, ds, row, T, S):
-    """Of a tile of a head whose first query is the row-th."""
+    """Store dS of a tile. row: where the head's first query is among those of all heads."""
     inside = (T.first + T.rows < S.n_queries) & (T.start + T.cols < S.n_keys)
     at = ds_ptr + (row + T.first) * S.n_keys + T.start + (T.rows * S.n_keys + T.cols)
     tl.store(at, ds.to(ds_ptr.dtype.element_ty), mask=inside)
@@ -291,7 +295,10 @@ def store_ds(ds_ptr, ds, row, T, S):
 
 @triton.jit
 def store_hidden(ds_ptr, row, first, begin, end, word, run, S, K: tl.constexpr):
-    """0 in the tiles of keys from begin to end that have no bit, of which each stands for a run of tiles."""
+    """Store 0 in the tiles of keys from begin to end whose bit is not set.
+
+    Each bit stands for a run of tiles.
+    """
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -318,10 +325,10 @@ def _bias_gradient(
     repeats, tiles, n_parts, n_inner, n_heads, group, n_queries, n_keys, left, right, offset, scale, cap,
     K: tl.constexpr,
 ):  # fmt: skip
-    """The sum of dS over what a bias is broadcast over, one part of it: a tile of the bias, in a fixed order.
+    """One part of the sum of dS over what a bias is broadcast over, for a tile of the bias, in a fixed order.
 
-    tiles: numbers (outer, inner, head, query tile, key tile) of the bias, and repeats: how often each is repeated.
-    dbias_strides: of (part, outer, inner, head, query, key); 0 where it is broadcast.
+    tiles: the sizes (outer, inner, head, query tile, key tile) of the bias. repeats: over how many of each it is
+    broadcast. dbias_strides: of (part, outer, inner, head, query, key); 0 where the bias is broadcast.
     """
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
@@ -376,7 +383,10 @@ def _bias_gradient(
 
 @triton.jit
 def tile_at(step, outer, inner, head, query_tile, key_tile, repeats, n_inner, n_heads, K: tl.constexpr):
-    """(head of all, first query, first key) of a step, or of several; of each number and its step one is 0."""
+    """(head of all, first query, first key) of a step, or of several.
+
+    In each dim, either the number of the bias's tile or that of the step is 0.
+    """
     tile_n, left_over = step % repeats[4] + key_tile, step // repeats[4]
     tile_m, left_over = left_over % repeats[3] + query_tile, left_over // repeats[3]
     at_head, left_over = left_over % repeats[2] + head, left_over // repeats[2]
@@ -387,7 +397,7 @@ def tile_at(step, outer, inner, head, query_tile, key_tile, repeats, n_inner, n_
 
 @triton.jit
 def in_window(first, start, S, K: tl.constexpr):
-    """Whether causality and the window let some query of a tile see some key; of one tile, or of several."""
+    """Whether some query of a tile sees some key by causality and the window, for one tile or several."""
     seen = start >= 0
     if K.right:
         seen = seen & (start <= first + K.block_m - 1 + S.offset + S.right)
@@ -398,7 +408,7 @@ def in_window(first, start, S, K: tl.constexpr):
 
 @triton.jit
 def add_tile(total, of_query, first, start, n_inner, n_heads, group, R, A, S, K: tl.constexpr):
-    """The sum of dS, with a tile of the head of queries of that number."""
+    """The sum of dS after adding a tile of the head of queries with this number."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     place = place_of(of_query, n_inner, n_heads)

@@ -1,7 +1,8 @@
-"""Which tiles of scores a mask hides whole: only the mask is read of them.
+"""Which tiles of scores a mask hides as a whole: only the mask of these is read.
 
-A word has a bit for each of 64 tiles, or runs of tiles. The bit is set where some query sees some key. A loop goes over
-the bits that are set, so it loads ahead as a loop over all tiles does. A branch in it would end the loading ahead.
+A word has a bit for each of 64 tiles, or runs of tiles. The bit is set if some query sees some key. A loop goes over
+the bits that are set, so it loads ahead as a loop over all tiles does. With a branch in it, a loop would not load
+ahead.
 Traffic: if one of the first ROWS queries of a tile sees a key, their part of the mask; if not, the mask once more.
 """
 
@@ -13,13 +14,13 @@ from fused_softmax.ops.attention.kernels.spec import ADDED_MASK
 
 _ADDED = tl.constexpr(ADDED_MASK)
 _BITS = tl.constexpr(64)
-_ROWS = tl.constexpr(8)  # of a tile of queries, that are looked at together
+_ROWS = tl.constexpr(8)  # queries of a tile that are looked at together
 BITS = _BITS
 
 
 @triton.jit
 def keys_to_visit(first, begin, end, place, A, S, K: tl.constexpr):
-    """(word, tiles of a bit, tiles of all bits that are set) of keys, for the block_m queries from `first` on."""
+    """(word, tiles of a bit, tiles of all bits that are set) of keys, for block_m queries from `first` on."""
     n, run, lanes = tiles_and_run(begin, end, K.block_n)
     word = tl.full([], 0, tl.int64)
     for i in tl.range(0, run):
@@ -31,7 +32,7 @@ def keys_to_visit(first, begin, end, place, A, S, K: tl.constexpr):
 
 @triton.jit
 def queries_to_visit(begin, end, first, place, A, S, K: tl.constexpr):
-    """The same of queries, for the block_n keys from `first` on."""
+    """`keys_to_visit` with queries in place of keys, for block_n keys from `first` on."""
     n, run, lanes = tiles_and_run(begin, end, K.block_m)
     word = tl.full([], 0, tl.int64)
     for i in tl.range(0, run):
@@ -109,7 +110,7 @@ def word_of(bits):
 def next_tile(word, i, run):
     """(number of the i-th tile to visit, the word for the next one).
 
-    The tile is of the run of the lowest bit that is set. This bit is a power of 2, and a double has its exponent.
+    The tile is in the run of the lowest bit that is set. As a double, this bit has its number as exponent.
     """
     lowest = word & -word
     bit = ((lowest.to(tl.float64).to(tl.int64, bitcast=True) >> 52) & 2047) - 1023

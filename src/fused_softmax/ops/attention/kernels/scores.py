@@ -1,10 +1,11 @@
 """What attention's kernels share: where a head lies, which tiles are visible, and the scores of one tile.
 
 scores = softcap(scale q k) + bias + mask - slope |i + offset - j|; -inf where hidden. exp is exp2 of scores in units of
-log 2, to which one multiplication turns them that is a part of the subtraction after it. That is one rounding, so the
-maximum's own weight is 2^e, where e is what rounding the product for the maximum has lost; e is the same for the whole
-row and goes out with the sum. From HUGE on e would leave the range of floats. A row with so large a maximum is scaled
-by a power of two instead, which loses nothing: neighbouring floats are there so far apart that each weight is 0 or 1.
+log 2. One multiplication turns scores into these, fused with the subtraction of the maximum. For the maximum itself the
+product is rounded, so its own weight is 2^e, where e is what the rounding has lost. e is the same for the whole row,
+and cancels with the sum. For a maximum above HUGE, 2^e could leave the range of floats. The scores of such a row are
+scaled by a power of two instead. That loses nothing: neighbouring floats are so far apart there that each weight is 0
+or 1.
 Tiles come as [queries, keys] or as [keys, queries]: rows and cols broadcast against each other.
 """
 
@@ -20,7 +21,10 @@ HUGE = tl.constexpr(2.0**28)  # a maximum in units of log 2, at which e is 8 at 
 
 @triton.jit
 def place_of(number, n_inner, n_heads):
-    """Of a head numbered over batches and heads; 64 bits come after the divisions, which take a call each in 64."""
+    """The Place of a head that is numbered over batches and heads.
+
+    Numbers get 64 bits after the divisions, each of which would be a call in 64 bits.
+    """
     batch = number // n_heads
     return Place((batch // n_inner).to(tl.int64), (batch % n_inner).to(tl.int64), number % n_heads)
 
@@ -32,7 +36,7 @@ def head_at(ptr, strides, place, head):
 
 @triton.jit
 def dense_head(ptr, strides, place, head, K: tl.constexpr):
-    """A head of query, key, value or dO, whose strides are whole vectors: the compiler sees that, and loads vectors."""
+    """A head of query, key, value or dO. The compiler sees that its strides are whole vectors, and loads vectors."""
     V: tl.constexpr = K.vector
     at = place.outer * (strides[0] // V) + place.inner * (strides[1] // V) + tl.cast(head, tl.int64) * (strides[2] // V)
     return Head(ptr + at * V, strides[3] // V * V)
@@ -42,7 +46,7 @@ def dense_head(ptr, strides, place, head, K: tl.constexpr):
 def load_tile(
     head, first, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GUARD: tl.constexpr = True
 ):
-    """Rows from `first` on of a head [n, DIM], [BLOCK, BLOCK_DIM]; 0 beyond DIM and, with GUARD, beyond n."""
+    """Rows of a head [n, DIM] from `first` on, as [BLOCK, BLOCK_DIM]; 0 beyond DIM and, with GUARD, beyond n."""
     rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
     at = head.ptr + tl.cast(first, tl.int64) * head.stride + (rows[:, None] * head.stride + dims[None, :])
     if GUARD and DIM != BLOCK_DIM:
@@ -57,7 +61,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(ptr, x, first, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Into a contiguous head [n, DIM], rounded to its dtype."""
+    """Store rows from `first` on of a contiguous head [n, DIM], rounded to its dtype."""
     rows, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
     at = ptr + tl.cast(first, tl.int64) * DIM + (rows[:, None] * DIM + dims[None, :])
     tl.store(at, x.to(ptr.dtype.element_ty), mask=((first + rows) < n)[:, None] & (dims < DIM)[None, :])
@@ -65,9 +69,10 @@ def store_tile(ptr, x, first, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_D
 
 @triton.jit
 def load_added(ptr, strides, place, T, S, ROWS: tl.constexpr, GUARD: tl.constexpr):
-    """Of a mask or bias, at a tile's queries and keys; queries beyond the last are the last.
+    """A mask or bias at a tile's queries and keys. Queries beyond the last are the last.
 
-    Within the tile offsets have 32 bits: rows of which neighbours are unaligned would hold an address for each element.
+    Offsets within the tile have 32 bits. Otherwise rows that are not aligned to each other would hold an address for
+    each element.
     """
     base = head_at(ptr, strides, place, place.head) + tl.cast(T.start, tl.int64) * strides[4]
     at = T.cols * strides[4]
@@ -82,13 +87,13 @@ def load_added(ptr, strides, place, T, S, ROWS: tl.constexpr, GUARD: tl.constexp
 
 @triton.jit
 def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: tl.constexpr):
-    """(scores, capped scores) of the rows of a and b, which are queries and keys or keys and queries.
+    """(scores, capped scores) of the rows of a and b, which are queries and keys, or keys and queries.
 
-    With K.folds the first are not scaled yet. The second are of use with K.softcap alone. EDGE: whether something may
-    be hidden. GUARD: whether keys may end.
+    With K.folds, scores are not scaled yet. Capped scores are used with K.softcap alone. EDGE: whether something may be
+    hidden. GUARD: whether keys may end within the tile.
     """
     rows, cols = T.first + T.rows, T.start + T.cols
-    # Loaded before the product: Triton lays reductions out as the last of both, and as these loads they are slow.
+    # Loaded before the product: reductions get the layout of what comes last, and are slow in that of these loads.
     if K.bias:
         bias = load_added(A.bias_ptr, A.bias_strides, place, T, S, K.bias_rows, GUARD)
     if K.mask:
@@ -119,7 +124,7 @@ def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: 
         z -= slope * tl.abs(rows + S.offset - cols).to(tl.float32)
     if K.mask == _BOOL:
         z = tl.where(mask != 0, z, NEG_INF)
-    if K.bias or K.held or K.mask == _ADDED:  # of which queries beyond the last have the last one's
+    if K.bias or K.held or K.mask == _ADDED:  # queries beyond the last have its mask and bias, so they get its position
         rows = tl.minimum(rows, S.n_queries - 1)
     if EDGE and K.left:
         z = tl.where(cols >= rows + (S.offset - S.left), z, NEG_INF)
@@ -132,46 +137,49 @@ def scores_of(a, b, T, A, place, S, K: tl.constexpr, EDGE: tl.constexpr, GUARD: 
 
 @triton.jit
 def unit_of(A, K: tl.constexpr):
-    """What turns scores, as `scores_of` gives them, into units of log 2."""
+    """The factor that turns scores, as `scores_of` gives them, into units of log 2."""
     unit = tl.full([], 1.0 if K.in_log2 else LOG2E, tl.float32)
     return unit * A.scale if K.folds else unit
 
 
 @triton.jit
 def huge_unit(unit):
-    """The least power of two that is not below unit."""
+    """The least power of two that is at least unit."""
     return ((unit.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unit_at(top, unit):
-    """What turns the scores of a row into units of log 2, whose maximum is `top`, or a power of two that is near it."""
+    """The factor that turns the scores of a row, whose maximum is `top`, into units of log 2.
+
+    If the maximum is huge, it is a power of two near that factor.
+    """
     return tl.where(tl.abs(top) > (1.0 / unit) * HUGE, huge_unit(unit), unit)
 
 
 @triton.jit
 def sink_as_origin(sink, unit):
-    """A sink in units of log 2, as a row's maximum times `unit_at` would be."""
+    """A sink in units of log 2, scaled as `unit_at` scales a row's maximum."""
     return tl.where(tl.abs(sink) > HUGE, sink * (huge_unit(unit) / unit), sink)
 
 
 @triton.jit
 def origin_in_log2(m, unit):
-    """A row's maximum times `unit_at` in units of log 2, rounded."""
+    """A row's maximum that `unit_at` has scaled, in units of log 2, rounded."""
     return tl.where(tl.abs(m) > HUGE, m * (unit / huge_unit(unit)), m)
 
 
 @triton.jit
 def record_at(record_ptr, number, n_queries):
-    """What `_delta` has recorded of a head numbered over batches and heads."""
+    """Where `_delta` has recorded a head that is numbered over batches and heads."""
     return record_ptr + number.to(tl.int64) * (3 * n_queries)
 
 
 @triton.jit
 def state_of(record, first, n_queries, BLOCK_M: tl.constexpr, EXACT: tl.constexpr = True):
-    """(m, log2 of the sum, delta) of queries from `first` on, of which p = exp2((z - m) unit - log2 of the sum).
+    """(m, log2 of the sum, delta) of queries from `first` on, with p = exp2((z - m) unit - log2 of the sum).
 
-    The log is inf where there is nothing to see, for p is then 0. Unless EXACT, each m is 0 and not read.
+    The log is inf for a query that sees nothing, so that p is 0. Unless EXACT, m is not read, and is 0.
     """
     rows = first + tl.arange(0, BLOCK_M)
     inside = rows < n_queries
@@ -184,10 +192,10 @@ def state_of(record, first, n_queries, BLOCK_M: tl.constexpr, EXACT: tl.constexp
 
 @triton.jit
 def less_maximum(z, m, RECORDED: tl.constexpr = True):
-    """Scores less their rows' maxima, if these are recorded; m is 0 of rows that need none.
+    """Scores less the maxima of their rows, if these are RECORDED. m is 0 for rows that need none.
 
-    A product of other tiles may differ in its last bits, of which one may be worth more than a weight. So scores that
-    close to the maximum are the maximum.
+    A product by other tiles may differ in its last bits, and one of these bits may be worth more than a weight. So
+    scores that are so close to the maximum count as the maximum.
     """
     if RECORDED:
         x = z - m
@@ -198,9 +206,9 @@ def less_maximum(z, m, RECORDED: tl.constexpr = True):
 
 @triton.jit
 def keys_seen(first, S, K: tl.constexpr):
-    """(begin, cut, end): keys that block_m queries from `first` on see, in whole tiles of keys.
+    """(begin, cut, end): keys that some of block_m queries from `first` on see, in whole tiles of keys.
 
-    Unless the window has a bound on the left, all of the queries see all keys before `cut`.
+    All of these queries see all keys before `cut`, unless the window has a bound on the left.
     """
     last = tl.minimum(first + K.block_m, S.n_queries) - 1
     begin, end, cut = 0, S.n_keys, S.n_keys

@@ -1,12 +1,13 @@
 """attention of short lengths, and its gradients: all queries and keys of a head are one tile.
 
-A program has one head of several batches and goes through them, so that a bias that all batches share is read once, and
-the next batch is fetched while one is computed. No row needs a running state, and delta is a sum over the tile:
+A program has one head of several batches and goes through them. So it reads a bias that all batches share once, and
+fetches the next batch while it computes one. No row needs a running state, and delta is a sum over the tile:
 
     p = exp(z - lse);  dP = dO V^T;  delta = sum_j p dP - dlse;  dS = p (dP - delta);  dV = p^T dO;
     dQ = scale dS' K;  dK = scale dS'^T Q, with dS' as in gradient.py
 
-A shared bias's gradient, the sum of dS, stays in registers until the end; each program writes its part.
+The gradient of a shared bias is the sum of dS. It stays in registers until the end, and then each program writes its
+part.
 Traffic: forward query, key, value, output and lse once; backward query, key, value, dO, lse and the results once.
 """
 
@@ -28,7 +29,7 @@ from fused_softmax.ops.attention.kernels.scores import (
 )
 from fused_softmax.ops.attention.kernels.spec import Added, Sizes, Tile
 
-_BATCHES = tl.constexpr(32)  # whose lse are read together
+_BATCHES = tl.constexpr(32)  # batches whose lse are read together
 
 
 @triton.jit(
@@ -78,9 +79,9 @@ def held_bias(head, n_inner, n_heads, A, T, S, K: tl.constexpr):
 
 @triton.jit
 def with_held(z, unit, held, K: tl.constexpr):
-    """(scores with the bias that batches share, what turns them into units of log 2).
+    """(scores with the bias that batches share, the factor that turns them into units of log 2).
 
-    A hidden one stays -inf, whatever its bias is.
+    A hidden score stays -inf, whatever its bias is.
     """
     if K.held and (K.left or K.right or K.mask):
         return tl.where(z == NEG_INF, z, z * unit + held), tl.full([], 1.0, tl.float32)
@@ -92,7 +93,7 @@ def with_held(z, unit, held, K: tl.constexpr):
 
 @triton.jit
 def weights_of(z, unit):
-    """(exp(z - m), m, their sum) of rows that are there whole; m as `origin_of` has it."""
+    """(exp(z - m), m, their sum) of rows that are in the tile as a whole. m is scaled by `unit_at`."""
     top = tl.max(z, axis=1)
     rate = unit_at(top, unit)
     m = top * rate
@@ -102,7 +103,7 @@ def weights_of(z, unit):
 
 @triton.jit
 def less_lse(z, unit):
-    """Scores less their rows' lse in the same units, without rounding the maximum."""
+    """Scores less lse of their rows in the same units. The maximum is not rounded."""
     top = tl.max(z, axis=1)
     z = z - tl.where(top == NEG_INF, 0.0, top)[:, None]
     s = tl.sum(tl.exp2(z * unit), axis=1)

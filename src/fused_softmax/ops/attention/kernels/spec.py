@@ -6,25 +6,25 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
-GRANULE = 64  # queries that `_delta` looks at together
+GRANULE = 64  # queries that a program of `_delta` has
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Tiles of block_m queries and block_n keys, of heads of head_dim, and value_dim of the values.
+    """Tiles of block_m queries and block_n keys, of heads of head_dim, with values of value_dim.
 
-    block_d, block_v: powers of two that hold these. left, right: whether the window has a bound there. ragged: whether
-    the last tile of keys has fewer. mask: NO_MASK, BOOL_MASK or ADDED_MASK; mask_rows, bias_rows: whether it differs
-    between queries. skips: whether tiles that the mask hides whole are found first, so that nothing of them is read;
-    mask_vector: keys of a mask that are then read as one number, 1 or 8.
-    folds: whether scores are query times key times a positive scale, so that the scale is taken in the exponent.
+    block_d, block_v: powers of two that hold these dims. left, right: whether the window has a bound there. ragged:
+    whether the last tile of keys is not full. mask: NO_MASK, BOOL_MASK or ADDED_MASK. mask_rows, bias_rows: whether it
+    differs between queries. skips: whether tiles that the mask hides as a whole are found first, so that nothing of
+    them is read. mask_vector: keys of a mask that are then read as one number, 1 or 8.
+    folds: whether scores are query times key times a positive scale, so that the scale is applied in the exponent.
     dtype: of the inputs. vector: elements that strides of query, key, value and dO are multiples of.
-    entropy, row_max: what the forward kernel stores beside lse. recorded: whether the weights of the kernel of dK and
+    entropy, row_max: what the forward kernel stores besides lse. recorded: whether the weights of the kernel of dK and
     dV take the maxima that `_delta` records. stores_ds: whether the kernel of dQ stores dS. pieces: tiles of stored dS
     that a program has side by side.
     held: whether the bias is the same for all batches, and kept; `bias` is then False.
-    Where keys are cut into parts: lanes and block_r, powers of two that hold the parts and the rows of a head of keys;
-    chunk: parts whose o are merged at a time.
+    If keys are cut into parts: lanes and block_r are powers of two that hold the parts, and the rows that share a head
+    of keys; chunk: parts whose o are merged at a time.
     """
 
     block_m: int
@@ -82,7 +82,7 @@ class AttentionSpec:
 
     @property
     def most_lse(self):
-        """In units of log 2: a larger one has lost so many digits that weights are not computed from it."""
+        """The largest lse from which weights are computed, in units of log 2: larger ones have lost too many digits."""
         return 2.0**10 if self.exact else 2.0**12
 
 
@@ -120,7 +120,10 @@ class Sizes(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Of scores: its first query and key, and those after them, which broadcast against each other."""
+    """A tile of scores. first, start: its first query and key.
+
+    rows, cols: queries and keys counted from these, which broadcast against each other.
+    """
 
     first: Any
     rows: Any
@@ -129,7 +132,7 @@ class Tile(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What scores are made of beside query and key. Strides are of (outer, inner, head, query, key)."""
+    """What scores are made of besides query and key. Strides are of (outer, inner, head, query, key)."""
 
     mask_ptr: Any
     mask_strides: Any

@@ -58,7 +58,7 @@ def _column_sums(
 
 @triton.jit
 def sums_of(k, q_head, record, first, start, A, place, S, K: tl.constexpr):
-    """What the tile of queries from `start` on adds."""
+    """The sums that the tile of queries from `start` on adds."""
     BLOCK_M: tl.constexpr = K.block_m
     BLOCK_N: tl.constexpr = K.block_n
     q = load_tile(q_head, start, S.n_queries, BLOCK_M, K.head_dim, K.block_d)

@@ -9,7 +9,7 @@ from fused_softmax.core.plan.device import Device
 from fused_softmax.ops.attention.plan.tiles import padded
 
 CAPABILITY = (9, 0)
-# Consumers, rows of a tile that goes by, tiles in shared memory, registers of a consumer's thread.
+# Consumers, rows of a tile that they go over, tiles in shared memory, registers of a consumer's thread.
 Rung = tuple[int, int, int, int]
 # By the power of two that holds a head's dims, and whether queries are fewer than LONG.
 FORWARD: dict[tuple[int, bool], Rung] = {
@@ -20,20 +20,20 @@ FORWARD: dict[tuple[int, bool], Rung] = {
     (256, False): (2, 64, 2, 240),
     (256, True): (2, 64, 2, 240),
 }
-# Of the gradients: for dK and dV queries are what goes by, for dQ keys. Heads of more than 128 dims have kernels of
-# their own: of dK and dV two warpgroups share one consumer's keys, and for dQ keys and values go by in one ring.
+# Of the gradients: the kernel of dK and dV goes over queries, that of dQ over keys. Heads of more than 128 dims have
+# kernels of their own: for dK and dV two warpgroups share one consumer's keys; for dQ keys and values share one ring.
 GRADIENTS: dict[str, dict[int, Rung]] = {
     "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240), 256: (1, 64, 2, 240)},
     "queries": {64: (2, 128, 2, 240), 128: (2, 128, 2, 240), 256: (2, 64, 3, 240)},
 }
-# Those of a bias, whose tiles take shared memory.
+# With a bias, whose tiles take shared memory.
 BIASED: dict[str, dict[int, Rung]] = {
     "forward": {64: (2, 128, 2, 240), 128: (2, 128, 2, 240)},
     "keys": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
     "queries": {64: (2, 128, 2, 240), 128: (2, 64, 2, 240)},
 }
-# Where windows have a left bound, keys' scores a softcap, or scores slopes, larger tiles spill in the gradients; and
-# those of windows reach too far beyond what is visible.
+# With a left bound of windows, a softcap or slopes, larger tiles spill in the gradients. With windows they also reach
+# too far beyond what is visible.
 SMALL, WINDOWED_FORWARD = (2, 64, 2, 240), (2, 128, 2, 240)
 # Keys that each query sees; of fewer, at most 64 dims, the plain forward kernel is faster. So it is with ALiBi: 8 x 16
 # heads of 4096 x 64, causal, 1042 us, and 1218 by (3, 128, 2, 160).
@@ -58,7 +58,7 @@ class HopperTiles:
 
     @property
     def reuses(self) -> bool:
-        """Whether shared memory has no place of its own for results."""
+        """Whether results share the place of inputs in shared memory."""
         return max(self.block_d, self.block_v) > 128 and self.block_d == self.block_v
 
     @property
@@ -106,7 +106,7 @@ def plan_hopper(
 
 
 def _no_kernel(head_dim: int, value_dim: int, itemsize: int, device: Device) -> str:
-    """Why no kernel for sm_90 takes heads on a device; empty where one may."""
+    """Why no kernel for sm_90 takes such heads on a device; empty if one may."""
     if device.backend != "cuda" or device.capability != CAPABILITY:
         return f"{device.name} is no sm_90"
     if itemsize != 2:
@@ -131,7 +131,7 @@ def shift_of(head_tiles: int, heads: int, programs: int) -> int:
 
 
 def most_work(head_tiles: int, heads: int, programs: int, shift: int) -> int:
-    """Of a program, in tiles of keys; a tile of queries costs another."""
+    """The work of the busiest program, in tiles of keys. A tile of queries costs as much as one more."""
     work = [0] * programs
     for tile in range(head_tiles * heads):
         turn, place = divmod(tile, programs)
@@ -154,7 +154,7 @@ KEY_STAGES = {64: 2, 128: 1}
 # and 17.5 by the plain kernel; 16 of 2048 x 128 with 4 of keys 15.6, and 18.6 by the other Gluon kernel.
 LEAST_TILES = {64: 4, 128: 1}
 
-# Fewer were not timed. Where one query is new, as in decoding, nearly all of a tile would be empty.
+# Fewer were not timed. With one new query, as in decoding, nearly all of a tile would be empty.
 LEAST_QUERIES = 1024
 
 
@@ -204,7 +204,7 @@ def plan_window(
         return "another kernel is faster where no heads share keys"
 
     def steps(span: int) -> int:
-        """Of the busiest program, of which reading the keys is one more for each of its turns."""
+        """Steps of the busiest program. Reading the keys counts as one more for each of its turns."""
         return -(-tiles // span // device.sm_count) * (span + 1)
 
     span = min((span for span in range(1, group + 1) if group % span == 0), key=steps)

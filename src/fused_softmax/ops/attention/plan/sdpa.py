@@ -1,7 +1,7 @@
 """Which plain attention goes to cuDNN, and which of torch's the kernels take over: data, each with its measurement.
 
-A GPU that is not in ENTRIES keeps the kernels of this package: nothing was measured there, and what the kernels promise
-(the same bits at every run) is then not given up for nothing. Where the kernels become faster, an entry goes.
+On a GPU that is not in ENTRIES, this package's kernels compute. Nothing was measured there, and what the kernels
+promise (the same bits at every run) is not given up for nothing. When the kernels become faster, an entry is removed.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ ENTRIES = (
 
 @dataclass(frozen=True)
 class Biased:
-    """A float mask with its gradient, which torch leaves to its memory-efficient way, and the kernels do faster.
+    """A float mask with its gradient. torch leaves it to its memory-efficient way, and the kernels are faster.
 
     least_length: of queries and keys. most_dim: of a 16-bit head.
     """

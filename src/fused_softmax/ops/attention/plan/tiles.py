@@ -16,10 +16,10 @@ from fused_softmax.core.plan.sizes import next_power_of_2
 
 # Queries and keys of a tile, warps, stages of the pipeline.
 Rung = tuple[int, int, int, int]
-# Of scores that may be causal, those to which one thing more is done, and two or more.
+# For scores that may be causal; to which one more thing is done; two or more.
 Rungs = tuple[Rung, Rung, Rung]
 
-# By the power of two that holds a head's dims; of 16-bit inputs, whose products tensor cores take.
+# By the power of two that holds a head's dims; for 16-bit inputs, whose products run on tensor cores.
 HALF: dict[str, dict[int, Rungs]] = {
     "forward": {
         64: ((128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 3)),
@@ -43,7 +43,7 @@ HALF: dict[str, dict[int, Rungs]] = {
     },
     "sums": {64: ((64, 64, 8, 2),) * 3, 128: ((64, 64, 8, 2),) * 3, 256: ((64, 32, 8, 1),) * 3},
 }
-# Of fp32, whose products are exact: no tensor core takes them, and each is a loop over registers.
+# For fp32, whose products are exact: they run on no tensor core, and each is a loop over registers.
 FULL: dict[str, dict[int, Rungs]] = {
     "forward": {
         64: ((32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 1)),
@@ -55,7 +55,7 @@ FULL: dict[str, dict[int, Rungs]] = {
     "bias": {64: ((32, 32, 8, 1),) * 3, 128: ((32, 32, 8, 1),) * 3, 256: ((16, 32, 8, 1),) * 3},
     "sums": {64: ((32, 32, 8, 1),) * 3, 128: ((32, 32, 8, 1),) * 3, 256: ((16, 32, 8, 1),) * 3},
 }
-# Of short heads whose dims are few, and of narrow windows: tiles that reach less far beyond what is visible.
+# For short heads of few dims, and for narrow windows: tiles that reach less far beyond what is visible.
 SHORT, SHORT_KEYS = (64, 64, 4, 3), 512
 LEAST, SWIZZLE = 16, 64  # of a side of a product; dims of 16 bits, whose rows fill the widest pattern
 # Of the kernel that reads stored dS once: a tile, and how many of them a program has at most, by the dims of a head.
@@ -201,7 +201,7 @@ class DecodePlan:
 def plan_decode(
     head_dim: int, value_dim: int, itemsize: int, n_queries: int, group: int, n_heads: int, n_keys: int, device: Device
 ) -> DecodePlan | str:
-    """The plan for n_heads heads of keys, of which each has group heads of n_queries queries; or why there is none.
+    """The plan for n_heads heads of keys, each of which has `group` heads of n_queries queries; or why there is none.
 
     n_keys: those that are seen.
 
@@ -220,7 +220,7 @@ def plan_decode(
     tiles = -(-n_keys // block_n)
     parts = max(1, device.sm_count // n_heads, min(2 * device.sm_count // n_heads, n_keys // KEYS_OF_TWO))
     parts = min(tiles, MOST_PARTS, parts)
-    # Who merges the parts reads no more than each has read.
+    # The program that merges the parts reads no more than each part has read.
     while parts > 1 and 4 * parts * block_r * dims[1] > itemsize * sum(dims) * n_keys // parts:
         parts -= 1
     parts = -(-tiles // -(-tiles // parts))
@@ -252,7 +252,7 @@ FORWARD_OF_MORE, BACKWARD_OF_MORE = (8, 2, 2), (8, 2, 1)
 
 @dataclass(frozen=True)
 class ShortPlan:
-    """A program goes through `steps` batches of one head; of such parts of the batches there are `parts`."""
+    """A program goes through `steps` batches of one head. The batches are cut into `parts` such runs."""
 
     tiles: Tiles
     steps: int

@@ -5,7 +5,7 @@ jsd = b sum T (log T - log M) + (1 - b) sum Q (log Q - log M),  M = b T + (1 - b
 cross = -sum w T log Q, where T is spread by a smoothing e: T (1 - e) + e / n_classes.
 d/dz_c of kl and cross is S Q_c - w T_c, S = sum w T;  of the others Q_c (f_c - sum Q f), where f is log Q - log T, or
 1/2 sign(Q - T), or (1 - b) (log Q - log M).
-Traffic: two reads give kl, reverse_kl and cross, and two more jsd and tvd; the gradient takes two reads and a write.
+Traffic: kl, reverse_kl and cross take two reads, jsd and tvd four; the gradient takes two reads and a write.
 """
 
 import triton
@@ -28,10 +28,10 @@ from fused_softmax.ops.losses.kernels.spec import OfTeacher, PairNumbers, PairSu
 
 @triton.jit
 def finished(x, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """The logits of a piece as it was read."""
+    """The finished logits of a piece that was read, in fp32."""
     z = x.to(tl.float32)
     if SCALED:
-        z = rounded_product(z, factor)  # folded into a later subtraction, it would not be what m is
+        z = rounded_product(z, factor)  # fused into a later subtraction, it would not be rounded as m is
     if CAPPED:
         z = capped(z, cap)
     return z
@@ -40,7 +40,7 @@ def finished(x, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
 @triton.jit
 def numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, temperature_ptr, target_temperature_ptr,
                     row):  # fmt: skip
-    """The numbers of rows; NaN for one whose temperature is not more than 0."""
+    """The PairNumbers of rows: scales and softcaps over the temperatures, NaN where one is not above 0."""
     if temperature_ptr is not None:
         t = tl.load(temperature_ptr + row)
         t = tl.where(t > 0.0, t, float("nan"))
@@ -54,8 +54,11 @@ def numbers_of_pair(factor, cap, target_factor, target_cap, beta, smoothing, tem
 
 @triton.jit
 def teacher_of(y, w, m, ls, n_cols, N, K: tl.constexpr):
-    """(T, log T) of a piece of the teacher's row. m, ls: of logits; w: the classes' weights, which are in T."""
-    if K.given == "logits":  # m and ls apart: their sum would round by what all logits share
+    """(T, log T) of a piece of the teacher's row.
+
+    m, ls: the state of the teacher's logits. w: the class weights of "cross", by which T is multiplied.
+    """
+    if K.given == "logits":  # one by one: m + ls would be rounded at the size of m
         log_t = finished(y, N.target_factor, N.target_cap, K.target_scaled, K.target_capped) - m - ls
         return OfTeacher(tl.exp(log_t), log_t)
     elif K.given == "log_probs":
@@ -73,7 +76,7 @@ def teacher_of(y, w, m, ls, n_cols, N, K: tl.constexpr):
 
 @triton.jit
 def part_of_one(x_ptr, x_row_stride, misalignment, row, part, n_cols, part_cols, K: tl.constexpr):
-    """(the part of a row, where the row begins)."""
+    """(the part of a row, where the row's aligned body begins)."""
     x = Rows(x_ptr, x_row_stride, misalignment)
     r = lanes_of_part(part, row, x, n_cols, whole_vectors(part_cols, K), K)
     return side_by_side(r, K), body_of(x, row, K)
@@ -89,19 +92,22 @@ def weights_of(weight_ptr, cols, on, K: tl.constexpr):
 
 @triton.jit
 def faded(c, fade):
-    """c * fade, where nothing is left of what fades away."""
+    """c * fade, but 0 where fade is 0, even if c is infinite or NaN."""
     return tl.where(fade == 0.0, 0.0, c * fade)
 
 
 @triton.jit
 def counted_from(m):
-    """From where logits are counted whose greatest is m, so that what they all share drowns no difference."""
+    """The origin of logits whose maximum is m: m itself, or 0 if that is not finite.
+
+    Logits less this origin keep their small differences, however large they all are.
+    """
     return tl.where(tl.abs(m) < float("inf"), m, 0.0)
 
 
 @triton.jit
 def recounted(c, s, s_t, m, m_t, to, to_t, K: tl.constexpr):
-    """The sum c of a PairSums, of logits that are now counted from greatest ones `to` and `to_t`."""
+    """The sum c of a PairSums, converted from the maxima m and m_t to the new maxima `to` and `to_t`."""
     moved = counted_from(to) - counted_from(m)
     if K.given == "logits":
         moved -= counted_from(to_t) - counted_from(m_t)
@@ -115,7 +121,7 @@ def recounted(c, s, s_t, m, m_t, to, to_t, K: tl.constexpr):
 
 @triton.jit
 def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, N, K: tl.constexpr):
-    """The PairSums of a part of a row."""
+    """The PairSums of a part of a row, read tile by tile."""
     HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
     m = tl.full([HEIGHT, 1], NEG_INF, tl.float32)
     s = tl.zeros([HEIGHT, 1], tl.float32)
@@ -149,7 +155,7 @@ def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, N, K: tl.constexpr):
         if K.divergence == "kl":
             c = faded(c, fade_t) + tl.sum(tl.where(t == 0.0, 0.0, t * (log_t - z)), axis=1)[:, None]
         elif K.divergence == "cross":
-            c -= tl.sum(tl.where(on, t * z, 0.0), axis=1)[:, None]  # NaN of 0 times -inf, as torch's
+            c -= tl.sum(tl.where(on, t * z, 0.0), axis=1)[:, None]  # 0 times -inf is NaN, as in torch
         elif K.divergence == "reverse_kl":
             c = faded(c, fade) + tl.sum(tl.where(e == 0.0, 0.0, e * (z - log_t)), axis=1)[:, None]
         s = s * fade + tl.sum(e, axis=1)[:, None]
@@ -170,10 +176,10 @@ def scan_pair(x_body, y_body, weight_ptr, r, end, n_cols, N, K: tl.constexpr):
 
 @triton.jit
 def known_of(S, K: tl.constexpr):
-    """(ls, m_t, ls_t, divergence, total) of rows by the PairSums of them.
+    """(ls, m_t, ls_t, divergence, total) of rows, from their PairSums.
 
-    The last two, where one pass gives them: total is what the gradient needs of the whole row, the sum of T, or the
-    divergence itself. m_t and ls_t are 0 of probabilities.
+    The last two are 0 for jsd and tvd, which take a second pass. total is what the gradient needs of the whole row: for
+    reverse_kl the divergence itself, for kl and cross the sum of T. m_t and ls_t are 0 if the teacher gives no logits.
     """
     ls = log_sum_of(S.m, S.s, K.ptx)
     ls_t = tl.zeros_like(ls)
@@ -181,8 +187,8 @@ def known_of(S, K: tl.constexpr):
     if K.given == "logits":
         ls_t = log_sum_of(S.m_t, S.s_t, K.ptx)
         m_t = S.m_t
-    more = ls - ls_t  # lse - lse_t, each counted from its m, as S.c is
-    if K.shard:  # of one without probability the shares of ranks say so: its own lse would make NaN of infinities
+    more = ls - ls_t  # lse - lse_t, each less its own row's maximum, as in S.c
+    if K.shard:  # logits of -inf alone: the merge knows by the share, and inf - inf would be NaN
         more = tl.where((S.m == NEG_INF) | (m_t == NEG_INF), 0.0, more)
     value = tl.zeros_like(ls)
     total = value
@@ -200,7 +206,7 @@ def known_of(S, K: tl.constexpr):
 
 @triton.jit
 def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, K: tl.constexpr):
-    """What is known of rows by the PairSums of them."""
+    """Store what `known_of` finds of rows."""
     ls, m_t, ls_t, value, total = known_of(S, K)
     tl.store(m_ptr + row, S.m)
     tl.store(ls_ptr + row, ls)
@@ -214,7 +220,7 @@ def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, K
 
 @triton.jit
 def merged_pairs(S, K: tl.constexpr):
-    """The PairSums of a row by those of its parts, a lane each."""
+    """The PairSums of a row, from those of its parts, one part a lane."""
     m, m_t = tl.max(S.m, axis=0), tl.max(S.m_t, axis=0)
     fade = weight_of(S.m, m, K.ptx)
     fade_t = tl.zeros_like(fade) + 1.0
@@ -233,7 +239,7 @@ def _pair_states(
     x_row_stride, y_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment,
     factor, cap, target_factor, target_cap, beta, smoothing, K: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, or the sums of one part of it (where states_ptr is given)."""
+    """A program has a row; or, if states_ptr is given, a part of a row, whose sums it stores."""
     program = tl.program_id(0)
     row = (program // n_parts).to(tl.int64)
     part = (program % n_parts).to(tl.int64)
@@ -258,7 +264,7 @@ def _pair_states(
 
 @triton.jit
 def rows_of_block(n_rows, K: tl.constexpr):
-    """Rows of a program; past the last one they repeat it."""
+    """The rows of a program. Past the last row, the last row again."""
     BLOCK: tl.constexpr = K.block_rows
     return tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), n_rows - 1)
 
@@ -267,7 +273,7 @@ def rows_of_block(n_rows, K: tl.constexpr):
 def _merge_pairs(
     states_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, n_rows, n_parts, K: tl.constexpr
 ):  # fmt: skip
-    """What is known of rows by the sums of their parts, in the order of their columns."""
+    """The results of rows, from the sums of their parts, which are added in the order of their columns."""
     row = rows_of_block(n_rows, K)
     step = n_rows.to(tl.int64) * n_parts
     at = states_ptr + row * n_parts
@@ -296,14 +302,14 @@ def _merge_pairs(
 
 @triton.jit
 def share_of(log_q, T, N, K: tl.constexpr):
-    """f of the gradient Q (f - sum Q f), and of jsd what a column adds to the divergence."""
+    """(f of the gradient Q (f - sum Q f), what the column adds to jsd or tvd)."""
     q = tl.exp(log_q)
     if K.divergence == "tvd":
-        sign = tl.where(q > T.p, 1.0, tl.where(q < T.p, -1.0, q - T.p))  # 0 of equals, and NaN of NaN
+        sign = tl.where(q > T.p, 1.0, tl.where(q < T.p, -1.0, q - T.p))  # 0 if both are equal, NaN if one is NaN
         return 0.5 * sign, 0.5 * tl.abs(q - T.p)
     elif K.divergence == "jsd":
         M = N.beta * T.p + (1.0 - N.beta) * q
-        log_m = tl.log(tl.where(M < 1e-37, 1.0, M))  # of the least that T or Q can be, M is 0
+        log_m = tl.log(tl.where(M < 1e-37, 1.0, M))  # M is rounded to 0 where T and Q are the least floats
         of_t = tl.where(T.p == 0.0, 0.0, T.p * (T.log_p - log_m))
         f = tl.where(q == 0.0, 0.0, log_q - log_m)
         return (1.0 - N.beta) * f, N.beta * of_t + (1.0 - N.beta) * q * f
@@ -317,7 +323,7 @@ def _pair_sums(
     x_row_stride, y_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment,
     factor, cap, target_factor, target_cap, beta, smoothing, K: tl.constexpr,
 ):  # fmt: skip
-    """(jsd or tvd, sum Q f) of a part of a row by the states of both rows: [2, n_rows, n_parts]."""
+    """(jsd or tvd, sum Q f) of each part of a row, from the states of both rows: [2, n_rows, n_parts]."""
     program = tl.program_id(0)
     row = (program // n_parts).to(tl.int64)
     part = (program % n_parts).to(tl.int64)
@@ -348,7 +354,7 @@ def _pair_sums(
 
 @triton.jit(do_not_specialize=["n_rows", "n_parts"])
 def _merge_sums(sums_ptr, value_ptr, total_ptr, n_rows, n_parts, K: tl.constexpr):
-    """Both sums of rows, of their parts in the order of their columns."""
+    """Both sums of rows, from those of their parts, which are added in the order of their columns."""
     row = rows_of_block(n_rows, K)
     value = tl.zeros(row.shape, tl.float32)
     of_q = tl.zeros(row.shape, tl.float32)
@@ -362,7 +368,10 @@ def _merge_sums(sums_ptr, value_ptr, total_ptr, n_rows, n_parts, K: tl.constexpr
 
 @triton.jit
 def gradient_of_pair(x, y, w, m, ls, m_t, ls_t, total, g, n_cols, N, K: tl.constexpr):
-    """(the gradient of a piece by the student's logits, log Q). g: that of the divergence; by 0 it is 0."""
+    """(the gradient by the student's logits of a piece, log Q).
+
+    g: the incoming gradient of the divergence. If it is 0, so is the result.
+    """
     z = finished(x, N.factor, N.cap, K.scaled, K.capped)
     log_q = z - m - ls
     T = teacher_of(y, w, m_t, ls_t, n_cols, N, K)
@@ -388,9 +397,9 @@ def _pair_gradient(
     x_row_stride, y_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment,
     factor, cap, target_factor, target_cap, beta, smoothing, K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a part of a row by the student's logits, and (dy_ptr) that of cross by the probabilities.
+    """The gradient of a part of a row by the student's logits; with dy_ptr also that of cross by the probabilities.
 
-    A row whose own gradient is 0 gets 0, whatever it holds.
+    A row whose incoming gradient is 0 gets 0, whatever it holds.
     """
     x_rows = Rows(x_ptr, x_row_stride, misalignment)
     part_cols = whole_vectors(part_cols, K)
@@ -406,7 +415,7 @@ def _pair_gradient(
     x_body = body_of(x_rows, r.row, K)
     dx_body = body_of(Rows(dx_ptr, dx_row_stride, misalignment), r.row, K)
     end = tl.minimum(r.body, r.start + part_cols)
-    # Rows past the end repeat the last one, whose logits may be overwritten by then.
+    # Rows past the end repeat the last row. They write nothing, because its logits may be overwritten by then.
     live = (tl.program_id(0) // n_parts).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)[:, None] < n_rows
     for at in range(r.start, end, K.block_cols):
         on = (r.cols < end - at) & live

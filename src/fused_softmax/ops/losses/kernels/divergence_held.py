@@ -1,8 +1,9 @@
 """The divergences of pairs of rows, and the gradient of their sum or mean, written in the same pass.
 
-Traffic: two reads and a write, or two writes where the targets get a gradient. Both rows wait in registers of one
-program, or of several that exchange their sums. A message is 64 bits, and a part has several: the student's state, the
-teacher's, and one sum; or for jsd and tvd, whose sums need both states first, two sums in a second exchange.
+Traffic: two reads and a write, or two writes where the targets get a gradient. One program holds both rows in
+registers, or several hold parts of them and exchange their sums. A message has 64 bits, and a part sends several: the
+student's state, the teacher's, and one sum. For jsd and tvd, whose sums need both states first, two sums follow in a
+second exchange instead.
 """
 
 import triton
@@ -40,10 +41,10 @@ def _pair_held(
     x_row_stride, y_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
     factor, cap, target_factor, target_cap, beta, smoothing, share, K: tl.constexpr,
 ):  # fmt: skip
-    """A pair of rows a program, or one part of both (K.split), held until the gradient is written.
+    """A program holds a pair of rows, or one part of both (K.split), until the gradient is written.
 
-    dvalue: what each row's divergence counts in the result, times a share of all rows. A row of 0 gets no gradient,
-    whatever it holds.
+    dvalue_ptr: the factor of each row's divergence in the result; 1 without it. share: a factor of all rows. If their
+    product is 0, the row's gradient is 0, whatever the row holds.
     """
     program = tl.program_id(0)
     row = row_of_part(program, n_parts, K)
@@ -99,7 +100,7 @@ def _pair_held(
 
 @triton.jit
 def load_pair(r, P, K: tl.constexpr):
-    """The pieces of both rows, or of a part of both, as they stand in memory."""
+    """The pieces of both rows, or of a part of both, as they were read."""
     PIECES: tl.constexpr = K.pieces
     x = load_pieces(body_of(P.x, r.row, K) + r.start, r.cols, r.size, 0.0, K, PIECES, K.full_pieces)
     y = load_pieces(body_of(P.y, r.row, K) + r.start, r.cols, r.size, 0.0, K, PIECES, K.full_pieces)
@@ -108,7 +109,7 @@ def load_pair(r, P, K: tl.constexpr):
 
 @triton.jit
 def logits_of(x, on, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr):
-    """The logits of a piece that is held; -inf past the row's end."""
+    """The finished logits of a piece that is held; -inf past the row's end."""
     return tl.where(on, finished(widen(x, x.dtype, K.ptx), factor, cap, SCALED, CAPPED), NEG_INF)
 
 
@@ -124,7 +125,7 @@ def teacher_logits_of(y, on, N, K: tl.constexpr):
 
 @triton.jit
 def on_of(p: tl.constexpr, r, K: tl.constexpr):
-    """Which columns of a piece are of the row."""
+    """Which columns of piece p lie within the row."""
     if p < K.full_pieces:
         return tl.full(r.cols.shape, True, tl.int1)
     else:
@@ -133,7 +134,7 @@ def on_of(p: tl.constexpr, r, K: tl.constexpr):
 
 @triton.jit
 def fast_log2(x, PTX: tl.constexpr):
-    """log2(x), by NVIDIA's unit of special functions; of a subnormal x it is -inf."""
+    """log2(x). On NVIDIA it is the approximate instruction, which gives -inf for a subnormal x."""
     if PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -142,7 +143,7 @@ def fast_log2(x, PTX: tl.constexpr):
 
 @triton.jit
 def maxima_of(x, y, r, N, K: tl.constexpr):
-    """(the student's greatest logit, the teacher's, or 0 of probabilities) of a row, or of its part."""
+    """(the student's greatest logit, the teacher's, or 0 if the teacher gives no logits) of a row, or of its part."""
     m = max_of_logits(x, r, N.factor, N.cap, K.scaled, K.capped, K)
     m_t = tl.zeros([], tl.float32)
     if K.given == "logits":
@@ -152,7 +153,10 @@ def maxima_of(x, y, r, N, K: tl.constexpr):
 
 @triton.jit
 def max_of_logits(x, r, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr):
-    """The greatest logit of the pieces of a row; of 16 bits as they stand, two elements an instruction."""
+    """The greatest logit of the pieces of a row.
+
+    16-bit logits without scale and softcap are compared without conversion, two in one instruction.
+    """
     if K.ptx and x[0].dtype.primitive_bitwidth == 16 and not (SCALED or CAPPED):
         top = tl.where(on_of(0, r, K), x[0], NEG_INF)
         for p in tl.static_range(1, len(x)):
@@ -175,7 +179,7 @@ def packed_maximum(a, b):
 
 @triton.jit
 def exponents_of(m, m_t, K: tl.constexpr):
-    """The Exponents of both rows by their maxima, or of parts of them."""
+    """The Exponents of both rows, or of a part of both, from their maxima."""
     scale, base = origin_of(m, K.ptx)
     scale_t, base_t = origin_of(m_t, K.ptx)
     return Exponents(scale, base, scale_t, base_t, counted_from(m), counted_from(m_t))
@@ -183,9 +187,9 @@ def exponents_of(m, m_t, K: tl.constexpr):
 
 @triton.jit
 def terms_of(x, y, w, on, E, P, K: tl.constexpr):
-    """(exp(z - m), z as it is counted, T but for a factor of the row, log T but for a number of it) of a piece.
+    """(exp(z - m), z - zero, T up to a factor of the row, log T up to a term of the row) of a piece.
 
-    w: the classes' weights.
+    w: the class weights.
     """
     z = student_of(x, on, P.N, K)
     e = exp_at(z, E.scale, E.base, K.ptx)
@@ -213,12 +217,12 @@ def weights_at_piece(at, on, r, P, K: tl.constexpr):
 
 @triton.jit
 def add_terms(s, s_t, c, x, y, at, on, r, E, P, K: tl.constexpr):
-    """(s, s_t, c) and what the piece that begins `at` columns after its part adds to them."""
+    """(s, s_t, c) after adding the piece that begins `at` columns after the part's start."""
     e, z, t, log_t = terms_of(x, y, weights_at_piece(at, on, r, P, K), on, E, P, K)
     if K.divergence == "kl":
         c += t * tl.where(tl.abs(t) < LEAST_NORMAL, 0.0, log_t - z)
     elif K.divergence == "cross":
-        c -= tl.where(on, t * z, 0.0)  # NaN of 0 times -inf, as torch's
+        c -= tl.where(on, t * z, 0.0)  # 0 times -inf is NaN, as in torch
     elif K.divergence == "reverse_kl":
         c += e * tl.where(e == 0.0, 0.0, z - log_t)
     return s + e, s_t + t, c
@@ -226,7 +230,7 @@ def add_terms(s, s_t, c, x, y, at, on, r, E, P, K: tl.constexpr):
 
 @triton.jit
 def sums_of_held(x, y, r, P, K: tl.constexpr):
-    """The PairSums of a row, or of its part."""
+    """The PairSums of a row, or of its part, that is held."""
     m, m_t = maxima_of(x, y, r, P.N, K)
     x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
     E = exponents_of(m, m_t, K)
@@ -240,12 +244,13 @@ def sums_of_held(x, y, r, P, K: tl.constexpr):
 
 @triton.jit
 def jsd_of(z, log_t, more, N, K: tl.constexpr):
-    """(log2 Q - log2 M, log2 T - log2 M) of a piece, M = beta T + (1 - beta) Q. more: to be added to log T - log Q.
+    """(log2 Q - log2 M, log2 T - log2 M) of a piece, M = beta T + (1 - beta) Q. more: as BothStates has it.
 
-    By the smaller one of T / Q and Q / T, whose logarithm is bounded: beyond, what the smaller one counts is 0.
+    Both follow from the ratio of the smaller one of T and Q to the larger one, whose logarithm is cut at -100. Beyond
+    that, what the smaller one adds to the divergence is 0.
     """
     ratio = (log_t - z + more) * LOG2E
-    ratio = tl.minimum(tl.where(ratio > -100.0, ratio, -100.0), 100.0)  # NaN of -inf less -inf too
+    ratio = tl.minimum(tl.where(ratio > -100.0, ratio, -100.0), 100.0)  # -inf less -inf, which is NaN, becomes -100 too
     by_t = ratio > 0.0
     of_larger, of_smaller = tl.where(by_t, N.beta, 1.0 - N.beta), tl.where(by_t, 1.0 - N.beta, N.beta)
     log_2 = -fast_log2(tl.fma(tl.exp2(-tl.abs(ratio)), of_smaller, of_larger), K.ptx)
@@ -254,7 +259,10 @@ def jsd_of(z, log_t, more, N, K: tl.constexpr):
 
 @triton.jit
 def publish_sums(S, slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """Tell all programs of a row this part's sums. What may be negative travels as a state's maximum."""
+    """Publish this part's sums to all programs of the row.
+
+    The second number of a message must not be negative, so a sum that may be negative is sent as the first.
+    """
     step = K.copies * n_parts
     none = tl.zeros([], tl.float32)
     publish(S.m, S.s, slots_ptr, part, n_parts, tag, K)
@@ -268,7 +276,7 @@ def publish_sums(S, slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 @triton.jit
 def collect_sums(slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """(the PairSums of a row by those of its parts, whether one is missing still)."""
+    """(the PairSums of a row, from those of its parts; whether a part is still missing)."""
     LANES: tl.constexpr = K.lanes
     of_s, of_t, of_c, missing = collect_several(slots_ptr, K.copies * n_parts, part, n_parts, tag, not K.twice, K)
     m, s = states_of(of_s, n_parts, K)
@@ -283,7 +291,7 @@ def collect_sums(slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 @triton.jit
 def both_of(S, K: tl.constexpr):
-    """(the BothStates of a pair of rows, and what `known_of` gives of their divergence)."""
+    """(BothStates, divergence, total) of a pair of rows, the last two as `known_of` gives them."""
     ls, m_t, ls_t, value, total = known_of(S, K)
     of_t = tl.zeros_like(ls) + 1.0
     if K.given == "logits":
@@ -293,14 +301,14 @@ def both_of(S, K: tl.constexpr):
 
 @triton.jit
 def told_of(message, n_parts, K: tl.constexpr):
-    """A number of every part, a lane each; 0 past the last one."""
+    """The first number of each part's message, one part a lane; 0 past the last part."""
     told, _ = states_of(message, n_parts, K)
     return tl.where(tl.arange(0, K.lanes) < n_parts, told, 0.0)
 
 
 @triton.jit
 def shares_of_held(x, y, r, B, P, K: tl.constexpr):
-    """(jsd or tvd, sum Q f) of a row, or of its part, by the BothStates."""
+    """(jsd or tvd, sum Q f) of a row, or of its part, by the BothStates B."""
     E = exponents_of(B.m, B.m_t, K)
     value = tl.zeros(r.cols.shape, tl.float32)
     of_q = tl.zeros(r.cols.shape, tl.float32)
@@ -311,7 +319,7 @@ def shares_of_held(x, y, r, B, P, K: tl.constexpr):
 
 @triton.jit
 def add_shares(value, of_q, x, y, on, B, E, P, K: tl.constexpr):
-    """Sums of a row in proportion to (jsd or tvd, sum Q f), and what a piece adds to them."""
+    """(value, of_q) after adding a piece. `shares_of_sums` turns their sums into (jsd or tvd, sum Q f)."""
     e, z, t, log_t = terms_of(x, y, 1.0, on, E, P, K)
     q, t = e * B.of_s, t * B.of_t
     if K.divergence == "tvd":
@@ -319,7 +327,7 @@ def add_shares(value, of_q, x, y, on, B, E, P, K: tl.constexpr):
     else:
         f, f_t = jsd_of(z, log_t, B.more, P.N, K)
         if K.given == "probs":
-            t = tl.where(t < 0.0, float("nan"), t)  # as their logarithm is
+            t = tl.where(t < 0.0, float("nan"), t)  # as the logarithm of a negative T is
         return value + ((P.N.beta * t) * f_t + (1.0 - P.N.beta) * (q * f)), of_q + q * f
 
 
@@ -333,7 +341,7 @@ def shares_of_sums(value, of_q, N, K: tl.constexpr):
 
 @triton.jit
 def signed(q, t):
-    """q by the sign of q - t, which is 0 where both are equal."""
+    """q times the sign of q - t; 0 where both are equal."""
     return tl.where(q > t, q, tl.where(q < t, -q, q - t))
 
 
@@ -347,7 +355,7 @@ def publish_shares(value, of_q, slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 @triton.jit
 def collect_shares(slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """(jsd or tvd of a row, sum Q f, whether a part's are missing still)."""
+    """(jsd or tvd of a row, its sum Q f, whether a part is still missing)."""
     step = K.copies * n_parts
     of_value, of_q, _, missing = collect_several(slots_ptr + 2 * step, step, part, n_parts, tag, False, K)
     value, total = told_of(of_value, n_parts, K), told_of(of_q, n_parts, K)
@@ -356,7 +364,7 @@ def collect_shares(slots_ptr, part, n_parts, tag, K: tl.constexpr):
 
 @triton.jit
 def finish_held(x, y, r, B, value, total, P, K: tl.constexpr):
-    """The gradient of a row, or of its part; the first part stores the divergence."""
+    """Store the gradient of a row, or of its part. The first part also stores the divergence."""
     if r.part == 0:
         tl.store(P.value_ptr + r.row, value)
     dx_body, dy_body = bodies_of(r, P, K)
@@ -377,7 +385,7 @@ def finish_held(x, y, r, B, value, total, P, K: tl.constexpr):
 
 @triton.jit
 def bodies_of(r, P, K: tl.constexpr):
-    """(where the gradient of a row, or of its part, begins, where that of the target does, if it is wanted)."""
+    """(where to write the gradient of a row, or of its part; where to write the target's gradient, if it is wanted)."""
     dy_body = P.dx.ptr
     if P.dy_ptr is not None:
         dy_body = P.dy_ptr + (r.row * (P.n_cols // K.vector * K.vector) + r.start)
@@ -386,7 +394,7 @@ def bodies_of(r, P, K: tl.constexpr):
 
 @triton.jit
 def gradient_of_piece(x, y, at, on, r, B, E, total, P, K: tl.constexpr):
-    """(the gradient of a piece, that of the target of "cross")."""
+    """(the gradient of a piece by the student's logits, for "cross" that by the target)."""
     w = weights_at_piece(at, on, r, P, K)
     e, z, t, log_t = terms_of(x, y, w, on, E, P, K)
     g = P.dvalue
@@ -411,9 +419,9 @@ def gradient_of_piece(x, y, at, on, r, B, E, total, P, K: tl.constexpr):
 
 @triton.jit(noinline=True)
 def pair_alone(row, part, slots_ptr, tag, P, K: tl.constexpr):
-    """The same of a row whose other parts have not all told their sums: all are computed here, with the same bits.
+    """`finish_held` for a row of which this program misses other parts' sums: it computes them all, with the same bits.
 
-    Neither row is overwritten, so what is read is whole. It is read piece by piece, for which few registers do.
+    Neither row is overwritten, so every part can still be read. Reading it piece by piece needs few registers.
     """
     LANES: tl.constexpr = K.lanes
     j = tl.arange(0, LANES)
@@ -440,7 +448,7 @@ def pair_alone(row, part, slots_ptr, tag, P, K: tl.constexpr):
             value, total = shares_of_sums(tl.sum(value_p, axis=0), tl.sum(total_p, axis=0), P.N, K)
             values, totals = tl.where(j == other, value, values), tl.where(j == other, total, totals)
             if K.publish_shares:  # noqa: SIM102  a constexpr, and a tensor
-                if other == part:  # all slots of a part are written by every launch
+                if other == part:  # every launch has to write all slots of a part
                     publish_shares(value, total, slots_ptr, part, P.n_parts, tag, K)
         value, total = tl.sum(values, axis=0), tl.sum(totals, axis=0)
     if part == 0:
@@ -460,7 +468,7 @@ def pair_alone(row, part, slots_ptr, tag, P, K: tl.constexpr):
 
 @triton.jit
 def load_piece(at, r, P, K: tl.constexpr):
-    """The pieces of both rows that begin `at` columns after their parts."""
+    """The pieces of both rows that begin `at` columns after the start of their parts."""
     x = load_pieces(body_of(P.x, r.row, K) + r.start + at, r.cols, r.size - at, 0.0, K, 1, 0)
     y = load_pieces(body_of(P.y, r.row, K) + r.start + at, r.cols, r.size - at, 0.0, K, 1, 0)
     return x[0], y[0]
@@ -468,7 +476,7 @@ def load_piece(at, r, P, K: tl.constexpr):
 
 @triton.jit
 def sums_of_part(r, P, K: tl.constexpr):
-    """`sums_of_held`, read piece by piece."""
+    """`sums_of_held` of a part that is read piece by piece."""
     top = tl.full(r.cols.shape, NEG_INF, tl.float32)
     top_t = top
     for at in range(0, r.size, K.block_cols):

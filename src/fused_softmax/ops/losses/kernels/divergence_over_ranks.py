@@ -1,6 +1,6 @@
-"""Divergences of rows whose classes lie over ranks, by what all ranks say: ops/losses/over_ranks/divergence.py has the
-formulas.
+"""Divergences of rows whose classes lie over ranks, from the messages of all ranks.
 
+The formulas are in ops/losses/over_ranks/divergence.py.
 Traffic: the numbers of all ranks, and those of whole rows.
 """
 
@@ -14,7 +14,7 @@ from fused_softmax.ops.losses.kernels.over_ranks import rows_of_program
 
 @triton.jit
 def state_over(of_rank, n_rows, live, ranks, length, K: tl.constexpr):
-    """(m, log sum exp(z - m)) of whole rows, by those that each rank tells in messages `length` apart."""
+    """(m, log sum exp(z - m)) of whole rows, from those of each rank. Messages of ranks lie `length` apart."""
     BLOCK_ROWS: tl.constexpr = K.block_rows
     m = tl.full([BLOCK_ROWS], NEG_INF, K.state_dtype)
     at = of_rank
@@ -35,9 +35,9 @@ def state_over(of_rank, n_rows, live, ranks, length, K: tl.constexpr):
 def _merge_pairs_of_ranks(
     heard_ptr, m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, n_rows, ranks, length, K: tl.constexpr
 ):
-    """K.block_rows rows a program, by the messages [ranks, length] of all, merged in rank order.
+    """The divergences of K.block_rows rows, from the messages [ranks, length] of all ranks, merged in rank order.
 
-    Where there is no value_ptr, of the states alone.
+    Without value_ptr only the states of whole rows are stored.
     """
     row, live = rows_of_program(n_rows, K)
     of_rank = heard_ptr + row

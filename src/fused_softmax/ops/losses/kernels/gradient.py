@@ -43,7 +43,7 @@ def _gradient(
     N = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K)
     T = target_of(r.row, target_ptr, weight_ptr, n_cols, ignore_index, K)
     g, g_z = per_row(totals_ptr, K)
-    if dy_ptr is not None:  # a mean's g is infinite where its weights are 0, and that times 0 no number
+    if dy_ptr is not None:  # g is infinite in a mean of total weight 0, and times 0 it would be NaN
         dy = tl.load(dy_ptr + r.row * dy_step)
         g = tl.where(dy == 0.0, 0.0, g * dy)
         if dz_ptr is None:
@@ -59,7 +59,7 @@ def _gradient(
     b = D.b
     u = D.u
     counts = T.kept | T.wrong
-    if dlse_ptr is not None:  # a row that does not count has no loss, and yet an lse, whose gradient may be 0
+    if dlse_ptr is not None:  # an ignored row has no loss, but an lse, which may have a gradient
         a = tl.where(T.kept, a, 0.0) + tl.load(dlse_ptr + r.row)
         b = tl.where(T.kept, b, 0.0)
         u = tl.where(T.kept, u, 0.0)
@@ -106,7 +106,7 @@ def _totals(
     target_ptr, weight_ptr, totals_ptr, n_rows, part_rows, n_classes, ignore_index, BLOCK: tl.constexpr,
     LEADS: tl.constexpr,
 ):  # fmt: skip
-    """The weights and the number of the targets that count, of one part of them."""
+    """The sum of the weights and the number of the targets that count, in one part of all targets."""
     let_next_begin(LEADS)
     part = tl.program_id(0)
     start = part.to(tl.int64) * part_rows
@@ -122,7 +122,7 @@ def _totals(
 def count_targets(
     target_ptr, weight_ptr, start, stop, n_classes, ignore_index, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(weights, number) of the targets [start, stop) that count."""
+    """(sum of the weights, number) of the targets [start, stop) that count."""
     weights = tl.zeros([BLOCK], DTYPE)
     counts = tl.zeros([BLOCK], DTYPE)
     for at in range(start, stop, BLOCK):
@@ -144,9 +144,10 @@ def _finish(
     loss_ptr, z_ptr, totals_ptr, target_ptr, weight_ptr, result_ptr, z_result_ptr, parts_ptr, ticket_ptr,
     n_losses, n_z, n_rows, n_classes, ignore_index, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum or mean of all losses, and of the z-losses in it; few targets are counted here, if they were not yet.
+    """The sum or mean of all losses, and that of the z-losses in it. With target_ptr it counts the targets first.
 
-    By one program, or by K.lanes of them (K.finishes), of which the last to be done adds what each has summed.
+    One program adds all, or each of K.lanes programs adds a share (K.finishes). The last of these to end adds the
+    shares.
     """
     wait_for_launch_before(K.follows)
     LANES: tl.constexpr = K.lanes
@@ -165,7 +166,7 @@ def _finish(
     if K.finishes:
         tl.store(parts_ptr + program, total)
         tl.store(parts_ptr + LANES + program, z_total)
-        # A release of the sums before it, and an acquire of all others'.
+        # Releases this program's sums, and acquires those of all others.
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == LANES - 1:
             j = tl.arange(0, LANES)
             total = tl.sum(tl.load(parts_ptr + j, volatile=True), axis=0)
@@ -178,7 +179,7 @@ def _finish(
 
 @triton.jit
 def sum_of_share(ptr, program, n, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a program's share of n values: one of K.lanes equal ones, of whole blocks."""
+    """The sum of a program's share of n values: one of K.lanes equal shares, in whole blocks."""
     share = tl.cdiv(n, K.lanes * BLOCK) * BLOCK
     start = program * share
     total = tl.zeros([BLOCK], ptr.dtype.element_ty)

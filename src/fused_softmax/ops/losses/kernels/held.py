@@ -1,8 +1,8 @@
 """The losses of rows of logits, and the gradient of their sum or mean, written in the same pass.
 
-Traffic: with the gradient, the logits are read once and the gradient is written once (2MN). A row waits in registers of
-one program, or of several that exchange (m, s) as in softmax. Rows that do not count are read too: to leave them out,
-every program would have to wait for its target before it asks for its row.
+Traffic: with the gradient, the logits are read once and the gradient is written once (2MN). One program holds a row in
+registers, or several hold its parts and exchange (m, s) as in softmax. Rows that do not count are read too: to skip
+them, every program would have to wait for its target before it requests its row.
 """
 
 import triton
@@ -67,7 +67,7 @@ def _tile_loss(
     entropy_ptr, predicted_ptr, x_row_stride, dx_row_stride, n_rows, n_cols, misalignment,
     ignore_index, factor, hidden, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
-    """Several short rows a program, and the gradient if K.gradient."""
+    """A program has several short rows; it also writes their gradient if K.gradient."""
     PIECES: tl.constexpr = K.pieces
     x = Rows(x_ptr, x_row_stride, misalignment)
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
@@ -78,11 +78,11 @@ def _tile_loss(
     z_t = load_target_logit(x_ptr + r.row * x_row_stride, T, T.kept, N, K)
     zero = zero_of(z_t)
     edge = 0
-    if K.shifted:  # edges first: what is made of both then has the layout of the pieces
+    if K.shifted:  # edges are loaded first, so that what combines both gets the layout of the pieces
         edge = load_edge(x, n_cols, 1, r, hidden, K)
     z = load_logits(body_of(x, r.row, K), r.cols, r.size, hidden, N, K, PIECES, K.full_pieces)
     m = max_of(z, N.factor, K)[:, None]
-    if K.inplace:  # z_t is read before anything is written over it
+    if K.inplace:  # m waits for z_t, so that z_t is loaded before the gradient overwrites it
         m = tl.maximum(m, tl.where(T.kept, z_t, NEG_INF))
     if K.shifted:
         edge = finish_edge(edge, N, K)
@@ -143,7 +143,7 @@ def _part_loss(
     x_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
     ignore_index, factor, hidden, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, or one part of it (K.split), held until its gradient is written."""
+    """A program holds a row, or one part of it (K.split), until its gradient is written."""
     L = LossRow(
         Rows(x_ptr, x_row_stride, misalignment), Rows(dx_ptr, dx_row_stride, misalignment),
         target_ptr, weight_ptr, totals_ptr, w_total_ptr, numbers_ptr, m_ptr, ls_ptr, loss_ptr, z_ptr, result_ptr,
@@ -175,7 +175,10 @@ def _part_loss(
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, tag, L, K: tl.constexpr):
-    """`finish_part` of a row whose other parts are not all there: see `finish_alone` of softmax's forward.py."""
+    """`finish_part` for a row of which this program misses other parts' messages.
+
+    See `finish_alone` of softmax's forward.py.
+    """
     row, part = row_of_part(tl.program_id(0), L.n_parts, K), tl.program_id(0) % L.n_parts
     given = Parts(row, L.x, L.n_cols, L.n_parts, L.part_cols, L)
     slots_ptr = slots_again(slots_ptr, row, L.n_parts, K.copies)
@@ -203,13 +206,13 @@ def finish_alone(slots_ptr, tag, L, K: tl.constexpr):
 
 @triton.jit
 def load_piece(at, r, L, N, K: tl.constexpr):
-    """The piece that begins `at` columns after its part."""
+    """The piece that begins `at` columns after the start of its part."""
     return load_logits(body_of(L.x, r.row, K) + r.start + at, r.cols, r.size - at, L.hidden, N, K, 1, 0)[0]
 
 
 @triton.jit
 def scan_loss(r, L, N, K: tl.constexpr):
-    """(edge, HeldLoss) of a part of a row: what `hold_part` finds, read piece by piece."""
+    """(edge, HeldLoss) of a part of a row, as `hold_part` finds them, but read piece by piece."""
     BLOCK_COLS: tl.constexpr = K.block_cols
     T = target_of(r.row, L.target_ptr, L.weight_ptr, L.n_cols, L.ignore_index, K)
     writes = writes_of(T, r, L, K)
@@ -252,7 +255,7 @@ def max_of_pieces(edge, r, L, N, K: tl.constexpr):
 
 @triton.jit
 def state_of_part(part, given, K: tl.constexpr):
-    """(m, s) of a part of a row, read piece by piece, with the bits that it has where the part is held."""
+    """(m, s) of a part of a row, read piece by piece, with the same bits as where the part is held."""
     BLOCK_COLS: tl.constexpr = K.block_cols
     L = given.rest
     N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
@@ -274,14 +277,21 @@ def state_of_part(part, given, K: tl.constexpr):
 
 @triton.jit
 def writes_of(T, r, L, K: tl.constexpr):
-    """Whether a part has the target's column: it writes the loss and, over its part of the gradient, the one there."""
+    """Whether a part has the target's column; of a row that does not count, whether it is the first part.
+
+    This part stores the row's loss. It also overwrites the gradient at the target's column.
+    """
     owner = tl.where(T.kept, tl.minimum((T.t - r.head) // whole_vectors(L.part_cols, K), L.n_parts - 1), 0)
     return r.part == tl.maximum(owner, 0)
 
 
 @triton.jit
 def asks_of(T, writes, K: tl.constexpr):
-    """Whether a part reads the target's logit: the one that writes, or all that sum logits."""
+    """Whether a part reads the target's logit.
+
+    The part that `writes` does. With smoothing every part does, as the origin of its sum, unless the gradient of
+    another part may have overwritten it.
+    """
     if K.smooth and not (K.split and K.inplace):
         return T.kept
     else:
@@ -301,21 +311,21 @@ def hold_part(r, L, K: tl.constexpr):
     N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
     T = target_of(r.row, L.target_ptr, L.weight_ptr, L.n_cols, L.ignore_index, K)
     n_rows = tl.num_programs(0) // L.n_parts
-    if K.counted:  # asked for before the row, and counted after it
+    if K.counted:  # requested before the row, and counted after it
         targets = targets_of(n_rows, L, K)
     z, edge = load_part(r, L, N, K)
     writes = writes_of(T, r, L, K)
     asked = asks_of(T, writes, K)
     z_t = load_target_logit(L.x.ptr + r.row * L.x.stride, T, asked, N, K)
     zero = zero_of(z_t)
-    m = max_of_part(z, edge, N, K)  # waits for the part, so the target's logit is asked for first
-    if K.inplace:  # z_t is read before anything is written over it
+    m = max_of_part(z, edge, N, K)  # waits for the part, so the target's logit is requested before
+    if K.inplace:  # m waits for z_t, so that z_t is loaded before the gradient overwrites it
         m = tl.maximum(m, tl.where(asked, z_t, NEG_INF))
     z = hold_all(z, K.ptx)
     s = sum_of_row(z, edge, m, RowScores(L.n_cols, N.factor, L.hidden, False), K)
     wz = 0.0
     if K.smooth and K.split and K.inplace:
-        zero = zero_of(m)  # where this part starts late, the target's logit is gone
+        zero = zero_of(m)  # if this part starts late, another may have overwritten the target's logit
     if K.smooth:
         wz = sum_of(z, r.head + r.start, r.cols, r.size, L.weight_ptr, zero, N, K)
         if K.shifted:
@@ -330,7 +340,7 @@ def hold_part(r, L, K: tl.constexpr):
 
 @triton.jit
 def finish_part(z, edge, m, s, H, r, L, K: tl.constexpr):
-    """The loss of a row, by the part that writes it, and the gradient of a part, by the row's state."""
+    """Store the gradient of a part, given the state of its row. The part that `writes` also stores the loss."""
     N = numbers_of(L.numbers_ptr, L.factor, L.cap, L.smoothing, L.lse_square_scale, K)
     a, D = finish_row(m, s, H, r, L, N, K)
     T = H.target
@@ -343,7 +353,7 @@ def finish_part(z, edge, m, s, H, r, L, K: tl.constexpr):
 
 @triton.jit
 def finish_row(m, s, H, r, L, N, K: tl.constexpr):
-    """(what p counts in the gradient over s, the Shares), by the row's state. The part that writes stores the loss."""
+    """(the Shares' a over s, the Shares), given the row's state. The part that `writes` stores the loss."""
     T = H.target
     ls = log_sum_of(m, s, K.ptx)
     zero = H.zero
@@ -372,7 +382,7 @@ def finish_row(m, s, H, r, L, N, K: tl.constexpr):
         g, g_z = per_row(L.totals_ptr, K)
     if K.finishes:
         if K.smooth and K.split:
-            sum_losses(L, tl.num_programs(0), g, K)  # of every part
+            sum_losses(L, tl.num_programs(0), g, K)  # each part has stored a share of the loss
         elif H.writes:
             sum_losses(L, tl.num_programs(0) // L.n_parts, g, K)
     D = shares_of(m + ls, T.w, H.w_total, g, g_z, L.n_cols, N, K)
@@ -381,8 +391,8 @@ def finish_row(m, s, H, r, L, N, K: tl.constexpr):
 
 @triton.jit
 def sum_losses(L, n_losses, g, K: tl.constexpr):
-    """The result, by the program that draws the last ticket. It then sets the ticket back to 0."""
-    # A release of the loss before it, and an acquire of all others'.
+    """The program that draws the last ticket stores the result, and sets the ticket back to 0."""
+    # Releases this program's loss, and acquires those of all others.
     if tl.atomic_add(L.ticket_ptr, 1, sem="acq_rel") == n_losses - 1:
         BLOCK: tl.constexpr = 1024
         total = tl.zeros([BLOCK], K.state_dtype)
@@ -414,7 +424,7 @@ def max_of_part(z, edge, N, K: tl.constexpr):
 
 @triton.jit
 def weights_of_part(weight_ptr, n_cols, n_parts, r, K: tl.constexpr):
-    """sum w_c of the columns of a part of a row, or their number."""
+    """sum w_c over the columns of a part of a row; without weights, the number of its columns."""
     EDGES: tl.constexpr = 2 * K.vector
     total = 0.0
     if K.weighted:
@@ -434,7 +444,10 @@ def weights_of_part(weight_ptr, n_cols, n_parts, r, K: tl.constexpr):
 
 @triton.jit
 def store_part(dx_rows, weight_ptr, z, edge, m, z_t, a, D, T, owns, r, N, K: tl.constexpr):
-    """The gradient of a row's part as if no column were the target's, and then there, where the part owns it."""
+    """Store the gradient of a row's part as if no column were the target's.
+
+    The part that `owns` the target then writes the gradient at its column.
+    """
     scale, base = origin_of(m, K.ptx)
     body = body_of(dx_rows, r.row, K) + r.start
     for p in tl.static_range(len(z)):
@@ -448,7 +461,7 @@ def store_part(dx_rows, weight_ptr, z, edge, m, z_t, a, D, T, owns, r, N, K: tl.
 
 @triton.jit
 def store_rest(dx_rows, weight_ptr, edge, m, z_t, a, D, T, owns, r, N, K: tl.constexpr):
-    """The same of a part's edge, and then of the target."""
+    """`store_part` for a part's edge, and then for the target's column."""
     scale, base = origin_of(m, K.ptx)
     dx_ptr = dx_rows.ptr + r.row * dx_rows.stride
     if K.shifted:
@@ -464,7 +477,7 @@ def store_rest(dx_rows, weight_ptr, edge, m, z_t, a, D, T, owns, r, N, K: tl.con
 
 @triton.jit
 def store_zeros(dx_rows, n_cols, n_parts, r, K: tl.constexpr):
-    """The gradient of a part of a row that does not count."""
+    """Store 0 as the gradient of a part of a row that does not count."""
     BLOCK_COLS: tl.constexpr = K.block_cols
     PIECES: tl.constexpr = K.pieces
     EDGES: tl.constexpr = 2 * K.vector

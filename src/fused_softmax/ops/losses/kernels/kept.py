@@ -1,6 +1,6 @@
-"""The columns over which a row of logits is normalised, where it is not over all: those of a list, or of a bitmask.
+"""The columns over which a row of logits is normalised, if it is not over all: those of a list, or of a bitmask.
 
-Both are of the whole row. A shard, which has consecutive columns of it, counts its own from 0.
+Lists and bitmasks name columns of the whole row. A shard has consecutive columns of it, and counts its own from 0.
 """
 
 import triton
@@ -13,8 +13,8 @@ ELSEWHERE = tl.constexpr(-2)  # a column of another shard
 
 @triton.jit
 def list_of(ids_ptr, offsets_ptr, row, n_kept, origin, n_classes, K: tl.constexpr):
-    """The Listed of a row, whose number counts from the first offset."""
-    if not K.shard:  # None cannot be returned
+    """The Listed of a row. row: counted from the first offset."""
+    if not K.shard:  # a NamedTuple with None cannot be returned
         origin = 0
         n_classes = 0
     begin = tl.load(offsets_ptr + row).to(tl.int64)
@@ -25,13 +25,16 @@ def list_of(ids_ptr, offsets_ptr, row, n_kept, origin, n_classes, K: tl.constexp
 
 @triton.jit
 def falls_at(offsets_ptr, row):
-    """Whether offsets fall at a row, so that rows before it and after it may share places of the list."""
+    """Whether the offset after `row` is less than its own: rows before and after may then share places of the list."""
     return tl.load(offsets_ptr + row + 1) < tl.load(offsets_ptr + row)
 
 
 @triton.jit
 def ids_at(L, i):
-    """The ids at places i of a list, int32; -1 past its end, of a list that cannot be read, and of what is none."""
+    """The ids at places i of a list, int32.
+
+    -1 past the end of the list, in a list that cannot be read, and for an int64 that is no id.
+    """
     c = tl.load(L.ids_ptr + L.first + i, mask=(i < L.size) & L.right, other=-1)
     if c.dtype == tl.int64:
         c = tl.where(c >> 31 == 0, c, -1).to(tl.int32)
@@ -40,7 +43,7 @@ def ids_at(L, i):
 
 @triton.jit
 def columns_at(L, i, n_cols, K: tl.constexpr):
-    """The same as columns of these logits. Of a shard those of others are ELSEWHERE, and all that are none -1."""
+    """`ids_at` as columns of these logits. In a shard, columns of others are ELSEWHERE, and what is no column is -1."""
     c = ids_at(L, i)
     if K.shard:
         own = (c >= L.origin) & (c < L.origin + n_cols)
@@ -50,7 +53,7 @@ def columns_at(L, i, n_cols, K: tl.constexpr):
 
 @triton.jit
 def among(L, t, n_classes, K: tl.constexpr):
-    """(which of targets [1, K.targets] a list has, whether it has what is no column)."""
+    """(which of the targets [1, K.targets] are in a list, whether the list has an id that is no column)."""
     i = tl.arange(0, K.list_cols)[:, None]
     t_32 = tl.where(t >> 31 == 0, t, -2).to(tl.int32)
     found = tl.zeros(t.shape, tl.int32)
@@ -65,13 +68,13 @@ def among(L, t, n_classes, K: tl.constexpr):
 
 @triton.jit
 def bits_from(bits_ptr, cols, on):
-    """What a byte of a bitmask has from the bit of a column on, which is then the lowest; 0 where not `on`."""
+    """The byte of a bitmask that has column `cols`, shifted so that this column is the lowest bit; 0 where not `on`."""
     return tl.load(bits_ptr + cols // 8, mask=on, other=0).to(tl.int32) >> (cols % 8).to(tl.int32)
 
 
 @triton.jit
 def bit_of(M, cols, on, K: tl.constexpr):
-    """Whether a bitmask has columns of these logits; not where not `on`."""
+    """Whether a bitmask has columns of these logits; False where not `on`."""
     if K.shard:
         cols += M.origin
     return bits_from(M.ptr, cols, on) & 1 == 1
@@ -79,12 +82,15 @@ def bit_of(M, cols, on, K: tl.constexpr):
 
 @triton.jit
 def bits_on(M, first, end, K: tl.constexpr):
-    """The bits of up to 8 columns from each `first` on, one access for all: for those before the end."""
+    """The bits of up to 8 columns from each `first` on; 0 from column `end` on.
+
+    One access loads the bits of all 8, where they share a byte.
+    """
     cols, last = first, end
     if K.shard:
         cols, last = first + M.origin, end + M.origin
     bits = bits_from(M.ptr, cols, cols < last)
-    if K.shifted | K.crosses:  # they lie over two bytes
+    if K.shifted | K.crosses:  # the 8 bits may lie in two bytes
         after = cols // 8 * 8 + 8
         bits |= bits_from(M.ptr, after, after < last) << (after - cols).to(tl.int32)
     return bits
@@ -92,7 +98,7 @@ def bits_on(M, first, end, K: tl.constexpr):
 
 @triton.jit
 def bits_of_tile(M, start, n_cols, K: tl.constexpr):
-    """Which of a tile's columns, from `start` on, bitmasks of rows [n, 1] have: one access for up to 8 of them."""
+    """Which of a tile's columns, from `start` on, the bitmasks of rows [n, 1] have. An access loads up to 8 bits."""
     WIDTH: tl.constexpr = K.bits_at_once
     first = start + tl.arange(0, K.block_cols // K.bits_at_once)[None, :] * WIDTH
     bits = bits_on(M, first, n_cols, K)

@@ -2,8 +2,9 @@
 
 log_prob_i = z_(t_i) - lse,  entropy = lse - sum_c p_c z_c,  z = softcap(x * scale) / temperature.
 d/dz_c = sum_i g_i ([c = t_i] - p_c) - g_H p_c (log p_c + H) + g_lse p_c.
-Traffic: the logits are read once (MN); the gradient reads them once and is written once (2MN). Of rows that a list
-truncates, the logits of its columns alone are read in either pass, and the gradient is written once (MN).
+Traffic: the forward pass reads the logits once (MN). The gradient reads them once and is written once (2MN). If a list
+says over which columns a row is normalised, both passes read the logits of these columns alone, and the gradient is
+written once (MN).
 """
 
 import triton
@@ -29,7 +30,7 @@ from fused_softmax.ops.losses.kernels.spec import Masked, Numbers, Scanned, Targ
 
 @triton.jit
 def tempered(N, temperature_ptr, row):
-    """The numbers of rows that have a temperature each; NaN for one that is not more than 0."""
+    """Numbers of rows that have a temperature each: scale and softcap over it. NaN where it is not above 0."""
     if temperature_ptr is not None:
         t = tl.load(temperature_ptr + row)
         t = tl.where(t > 0.0, t, float("nan"))
@@ -40,7 +41,10 @@ def tempered(N, temperature_ptr, row):
 
 @triton.jit
 def targets_of(target_ptr, row, n_targets, n_cols, ignore_index, origin, n_classes, kept, K: tl.constexpr):
-    """The Targets of rows [n, 1]. kept: the one row's Listed, or the rows' Masked; else anything."""
+    """The Targets of rows [n, 1].
+
+    kept: the one row's Listed (K.listed), or the rows' Masked (K.masked); else it is not used.
+    """
     if not K.shard:
         n_classes = n_cols
     i = tl.arange(0, K.targets)[None, :]
@@ -62,13 +66,13 @@ def targets_of(target_ptr, row, n_targets, n_cols, ignore_index, origin, n_class
 
 @triton.jit
 def own_targets(T, n_cols, K: tl.constexpr):
-    """Which of the kept targets are among these logits' columns: all, but in a shard."""
+    """Which kept targets are among these logits' columns: all of them, except in a shard."""
     return T.kept & (T.t >= 0) & (T.t < n_cols) if K.shard else T.kept
 
 
 @triton.jit
 def counts_of(T, K: tl.constexpr):
-    """Whether a target of each row counts: [n, 1]."""
+    """Whether any target of a row counts: [n, 1]."""
     if K.truncated:
         return any_of(T.kept | T.wrong | T.outside)
     else:
@@ -77,7 +81,7 @@ def counts_of(T, K: tl.constexpr):
 
 @triton.jit
 def any_of(on):
-    """Whether one is among each row's: [n, 1]."""
+    """Whether any of a row is True: [n, 1]."""
     return tl.max(on.to(tl.int32), axis=1)[:, None] > 0
 
 
@@ -86,10 +90,10 @@ def store_log_probs(
     x_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
     x_row_stride, n_rows, n_cols, n_targets, ignore_index, origin, n_classes, row, S, N, kept, K: tl.constexpr,
 ):  # fmt: skip
-    """The results of rows [n, 1] by what is known of them: 0 of a row of which no target counts.
+    """Store the results of rows [n, 1] from their Scanned S. A row without a target that counts gets 0.
 
-    Of a shard, log-probabilities of classes that others have are +inf. Of kept columns its mean is two numbers: the sum
-    of its logits, and behind those of all rows how many they are.
+    In a shard, log-probabilities of classes that other shards have are +inf. In a shard of truncated rows the mean
+    takes two numbers: the sum of the kept logits, and, stored after the sums of all rows, the number of kept columns.
     """
     T = targets_of(target_ptr, row, n_targets, n_cols, ignore_index, origin, n_classes, kept, K)
     own = own_targets(T, n_cols, K)
@@ -99,7 +103,7 @@ def store_log_probs(
     counts = counts_of(T, K)
     seen = counts
     n = n_cols.to(K.state_dtype)
-    if K.truncated:  # over nothing, or over columns of -inf: all classes have probability 0
+    if K.truncated:  # s is 0 over no columns, or over logits of -inf alone: every probability is 0
         seen = tl.where(S.s != 0.0, counts, False)
         log_prob = tl.where(T.kept & seen, log_prob, tl.where(S.s == S.s, NEG_INF, float("nan")))
         log_prob = tl.where(T.wrong, float("nan"), tl.where(T.kept | T.outside, log_prob, 0.0))
@@ -145,7 +149,7 @@ def _log_probs(
     x_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets, ignore_index, bits_row_stride,
     origin, n_classes, factor, hidden, cap, n_kept, first_row, K: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, tile by tile, or the state of one part of it (where states_ptr is given)."""
+    """A program has a row, tile by tile; or, if states_ptr is given, a part of a row, whose state it stores."""
     program = tl.program_id(0)
     row = (program // n_parts).to(tl.int64)
     part = (program % n_parts).to(tl.int64)
@@ -179,7 +183,7 @@ def _merge_log_probs(
     x_row_stride, n_rows, n_cols, n_parts, n_targets, ignore_index, bits_row_stride, origin, n_classes,
     factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """The results of rows by the states of their parts."""
+    """The results of K.block_rows rows, from the states of their parts."""
     row = tl.program_id(0).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)
     row = tl.minimum(row, n_rows - 1)
     S = column_of(merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K))
@@ -196,7 +200,7 @@ def _merge_log_probs(
 
 @triton.jit
 def column_of(S):
-    """What is known of rows [n], as [n, 1]."""
+    """The Scanned of rows [n], with each field as [n, 1]."""
     return Scanned(
         S.m[:, None], S.s[:, None], S.wz[:, None], S.u[:, None], S.q[:, None], S.total[:, None], S.found[:, None],
         S.n[:, None],
@@ -205,9 +209,12 @@ def column_of(S):
 
 @triton.jit
 def slope_by_entropy(z, U, N, K: tl.constexpr):
-    """What a piece's logits get of lse and of the entropy: p (a - g_H (log p + H)), where p log p of 0 is 0."""
+    """The gradient by a piece's logits, without what their own targets add: p (a - g_H (log p + H)).
+
+    Where p is 0, p log p is 0.
+    """
     scale, base = origin_of(U.m, K.ptx)
-    ls, unit = U.ls, 1.0  # of the exponent, in nats
+    ls, unit = U.ls, 1.0  # nats of one unit of the exponent
     if K.ptx and U.m.dtype == tl.float32:
         ls = ls * LOG2E + rounding_of(U.m, K.ptx)
         unit = LN2
@@ -220,7 +227,10 @@ def slope_by_entropy(z, U, N, K: tl.constexpr):
 
 @triton.jit
 def own_of(t, r, end, n_parts):
-    """Which columns a part has that ends there in the body: those before and after the body the first and the last."""
+    """Which columns t belong to the part r, which ends at `end` in the body.
+
+    The first part also has the columns before the body, and the last part those after it.
+    """
     at_t = t - r.head
     own = (at_t >= r.start) & (at_t < end)
     return own | (at_t < 0) & (r.part == 0) | (at_t >= r.body) & (r.part == n_parts - 1)
@@ -228,7 +238,7 @@ def own_of(t, r, end, n_parts):
 
 @triton.jit
 def upstream_of(T, m_ptr, ls_ptr, entropy_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr, row, K: tl.constexpr):
-    """What the gradients of results of rows [n, 1] come to, by their Targets."""
+    """The Upstream of rows [n, 1] with the Targets T."""
     g = tl.zeros(T.t.shape, K.state_dtype)
     if dlog_prob_ptr is not None:
         g = tl.load(dlog_prob_ptr + T.at, mask=T.kept, other=0.0)
@@ -260,7 +270,7 @@ def _log_prob_gradient(
     dentropy_ptr, dlse_ptr, x_row_stride, dx_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment, n_targets,
     ignore_index, bits_row_stride, origin, n_classes, factor, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one part of a row. What stands at targets is written last, by the logits that stood there."""
+    """The gradient of one part of a row. The targets' columns are written last, from logits that were loaded first."""
     PIECES: tl.constexpr = K.pieces
     x = Rows(x_ptr, x_row_stride, misalignment)
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
@@ -278,7 +288,7 @@ def _log_prob_gradient(
     if K.truncated:
         own &= U.counts
     x_t = tl.load(x_ptr + r.row * x_row_stride + T.t, mask=own, other=0.0)
-    tl.debug_barrier()  # all have read before one writes: dx may lie where x does
+    tl.debug_barrier()  # no thread writes before all have loaded the targets' logits: dx may be x
     x_body = body_of(x, r.row, K)
     dx_body = body_of(dx_rows, r.row, K)
     for at in range(r.start, tl.minimum(r.start + part_cols, n_cols), PIECES * K.block_cols):
@@ -304,7 +314,7 @@ def _log_prob_gradient(
     g_t = U.g
     if K.targets > 1:  # noqa: SIM102  both are known when it is compiled
         if dlog_prob_ptr is not None:
-            # A class that several of a row's targets name gets the sum of their gradients, from each the same.
+            # If several targets of a row name one class, each of them writes the sum of their gradients.
             g_t = tl.zeros(T.t.shape, K.state_dtype)
             for i in range(n_targets):
                 at_i = r.row * n_targets + i

@@ -1,11 +1,14 @@
-"""The gradient of log-probabilities over the classes of a list, in two launches: what it is at them, then all of a row.
+"""The gradient of log-probabilities of rows that are normalised over a list of classes, in two launches.
 
-The first reads the logits of listed columns alone, and writes their gradients by the places of the list. The second
-writes 0 all over a part of a row and then, while that part is in L2, what stands at its listed columns. So no part
-looks for targets, and over the logits all are read before the first is written. Where offsets fall, lists of several
-rows may have one place: a number that all rows read, 0 else, then makes all that is listed NaN.
-Traffic of rows of N columns, of which k are listed: k sectors read, k elements written and read; N elements written;
-the list from L2 for each part.
+The first launch reads only the logits of listed columns. It writes their gradients to a buffer, in the order of the
+list. The second launch fills a part of a row with 0, and then copies the gradients of the part's listed columns from
+the buffer, while the part is in L2. So no part searches for its targets. The gradient may overwrite the logits, because
+the first launch has read all that are needed before the second one writes.
+If offsets fall, the lists of several rows may share places of the buffer. The first launch then sets one number, which
+the programs of all rows read, to NaN. The second launch adds this number, otherwise 0, to every gradient from the
+buffer.
+Traffic of rows of N columns, of which k are listed: k sectors are read, k elements are written and read, and N elements
+are written. Each part reads the list from L2.
 """
 
 import triton
@@ -28,7 +31,10 @@ def _listed_gradient(
     entropy_ptr, dlog_prob_ptr, dentropy_ptr, dlse_ptr, x_row_stride, n_programs_of_row, n_cols, n_targets,
     ignore_index, origin, n_classes, factor, cap, n_kept, first_row, K: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a row's list in turn, and what stands at columns that are not listed: 0, or NaN of a wrong list."""
+    """The gradients of a row's listed columns, and the fill of all its other columns: 0, or NaN if the list is wrong.
+
+    The n_programs_of_row programs of a row take the tiles of its list in turn.
+    """
     T_COLS: tl.constexpr = K.list_cols
     first = tl.program_id(0) % n_programs_of_row * K.list_cols
     row = (tl.program_id(0) // n_programs_of_row).to(tl.int64)
@@ -62,7 +68,7 @@ def _write_listed(
     dx_ptr, values_ptr, fill_ptr, ids_ptr, offsets_ptr, dx_row_stride, n_rows, n_cols, n_parts, part_cols,
     misalignment, origin, n_classes, n_kept, first_row, K: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row: the same number everywhere, and then what the first launch has made of listed columns."""
+    """One part of a row: the row's fill everywhere, and then the first launch's gradients at the listed columns."""
     T_COLS: tl.constexpr = K.list_cols
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
     part_cols = whole_vectors(part_cols, K)
@@ -78,7 +84,7 @@ def _write_listed(
     if K.shifted:
         cols, on = edges_of(r, n_cols, n_parts, K)
         tl.store(dx_ptr + r.row * dx_row_stride + cols, fill, mask=on)
-    tl.debug_barrier()  # what stands at listed columns is written last
+    tl.debug_barrier()  # listed columns are written after the fill
     for at in range(0, L.size, K.list_cols):
         i = at + tl.arange(0, T_COLS)[:, None]
         c = columns_at(L, i, n_cols, K)

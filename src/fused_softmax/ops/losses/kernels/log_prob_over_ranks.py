@@ -1,6 +1,6 @@
-"""Of rows whose classes lie over ranks: log-probabilities by what all ranks say.
+"""Log-probabilities of rows whose classes lie over ranks, from the messages of all ranks.
 
-ops/losses/over_ranks/log_prob.py has the formulas.
+The formulas are in ops/losses/over_ranks/log_prob.py.
 Traffic: the targets; the numbers of all ranks, and the results.
 """
 
@@ -13,7 +13,7 @@ from fused_softmax.ops.losses.kernels.over_ranks import rows_of_program
 
 @triton.jit
 def share_of(of_rank, n_rows, live, m, ls):
-    """(log of the share that a rank's columns have of a row's probability, m of these)."""
+    """(log of the share that a rank's columns have of a row's probability, the rank's m)."""
     m_r = tl.load(of_rank, mask=live, other=0.0)
     return (m_r - m) + (tl.load(of_rank + n_rows, mask=live, other=0.0) - ls), m_r
 
@@ -23,7 +23,7 @@ def _merge_shards(
     heard_ptr, target_ptr, m_ptr, ls_ptr, log_prob_ptr, entropy_ptr, lse_ptr, log_sq_ptr, mean_ptr, top_ptr,
     n_rows, ranks, length, n_targets, n_classes, ignore_index, K: tl.constexpr,
 ):  # fmt: skip
-    """K.block_rows rows a program, by the messages [ranks, length] of all, merged in rank order."""
+    """The results of K.block_rows rows, from the messages [ranks, length] of all ranks, merged in rank order."""
     BLOCK_ROWS: tl.constexpr = K.block_rows
     row, live = rows_of_program(n_rows, K)
     m = tl.full([BLOCK_ROWS], NEG_INF, K.state_dtype)
@@ -40,7 +40,7 @@ def _merge_shards(
         of_rank += length
     ls = tl.log(s)
     of_m, of_ls = m, ls
-    if K.truncated:  # over nothing, or over columns of -inf: each share is 0
+    if K.truncated:  # if no rank has a kept logit above -inf, each share is 0
         of_m, of_ls = origin, tl.where(s == 0.0, 0.0, ls)
     entropy = tl.zeros([BLOCK_ROWS], K.state_dtype)
     squares = tl.zeros([BLOCK_ROWS], K.state_dtype)
@@ -63,7 +63,7 @@ def _merge_shards(
             if K.truncated:
                 count += tl.load(at + n_rows, mask=live, other=0.0)
         of_rank += length
-    first = 2  # number of targets in a message
+    first = 2  # where the numbers of targets begin in a message
     if entropy_ptr is not None:
         first += 1
     if log_sq_ptr is not None:

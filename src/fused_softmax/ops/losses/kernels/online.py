@@ -1,7 +1,7 @@
-"""Losses without a gradient: logits are read once (MN); if rows are few, many programs share each.
+"""Losses without a gradient: logits are read once (MN). If rows are few, many programs share each.
 
-Beside them, the loss of rows whose log-sum-exp is given, that of a longer row:  loss = w (lse - z_t).  It reads the
-target's logit and the lse of every row. The gradient is `gradient._gradient` with m = lse and ls = 0.
+Also the loss of rows whose log-sum-exp is given, such as that of a longer row:  loss = w (lse - z_t).  It reads the
+target's logit and the lse of every row. Its gradient is `gradient._gradient` with m = lse and ls = 0.
 """
 
 import triton
@@ -28,7 +28,7 @@ def _online_loss(
     x_row_stride, n_rows, n_cols, n_parts, part_cols, misalignment,
     ignore_index, factor, hidden, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row a program, tile by tile, or the state of one part of it (where states_ptr is given)."""
+    """A program has a row, tile by tile; or, if states_ptr is given, a part of a row, whose state it stores."""
     program = tl.program_id(0)
     row = (program // n_parts).to(tl.int64)
     part = (program % n_parts).to(tl.int64)
@@ -64,7 +64,7 @@ def _merge_losses(
     x_row_stride, n_rows, n_cols, n_parts, ignore_index, factor, hidden, cap, smoothing, lse_square_scale,
     K: tl.constexpr,
 ):  # fmt: skip
-    """The losses of rows by the states of their parts."""
+    """The losses of K.block_rows rows, from the states of their parts."""
     row = tl.program_id(0).to(tl.int64) * K.block_rows + tl.arange(0, K.block_rows)
     row = tl.minimum(row, n_rows - 1)
     N = numbers_of(numbers_ptr, factor, cap, smoothing, lse_square_scale, K)
@@ -87,7 +87,7 @@ def _loss_given_lse(
     x_ptr, target_ptr, weight_ptr, numbers_ptr, lse_ptr, loss_ptr,
     x_row_stride, n_rows, n_cols, ignore_index, factor, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """The losses of K.block_rows rows a program."""
+    """The losses of K.block_rows rows whose lse is given."""
     BLOCK_ROWS: tl.constexpr = K.block_rows
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     live = row < n_rows

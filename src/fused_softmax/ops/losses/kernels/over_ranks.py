@@ -1,7 +1,8 @@
-"""A few numbers a row of losses whose classes lie over ranks: what a rank says of its own classes, the loss by what all
-say, and of the loss's gradient what a row's logits take.
+"""The few numbers of each row in losses whose classes lie over ranks.
 
-Beside the launches that read and write the logits these take the place of a hundred small ones, whose host time was
+`_say` makes a rank's message about its own classes. `_merge` makes the losses from the messages of all ranks. `_share`
+makes what the gradient of a shard's logits takes of each row, and `_put` writes the gradient at the targets' columns.
+These launches stand beside those that read and write the logits. They replace a hundred small ones, whose host time was
 longer than the reads. A program has K.block_rows rows.
 Traffic: the logits of the targets, and the numbers.
 """
@@ -13,14 +14,14 @@ from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.losses.kernels.common import load_target_logit, logits_of, numbers_of, slope_of, weight_total
 from fused_softmax.ops.losses.kernels.spec import Target
 
-HEADER = tl.constexpr(4)  # numbers behind a message, by which ranks notice that they ask for different things
-ELSEWHERE = tl.constexpr(-100)  # stands for a target that is none of a shard's classes
+HEADER = tl.constexpr(4)  # numbers after a message, by which ranks notice that their calls differ
+ELSEWHERE = tl.constexpr(-100)  # in place of a target that is not among a shard's classes
 HIGHEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
 def rows_of_program(n_rows, K: tl.constexpr):
-    """(rows, which of them there are)."""
+    """(rows, which of them exist)."""
     BLOCK_ROWS: tl.constexpr = K.block_rows
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     return row, row < n_rows
@@ -28,7 +29,7 @@ def rows_of_program(n_rows, K: tl.constexpr):
 
 @triton.jit
 def local_of(row, live, target_ptr, first, n_cols, ignore_index):
-    """(targets among the shard's n_cols classes, which of them the shard has)."""
+    """(targets counted from the shard's first class, which of them are among its n_cols classes)."""
     t = tl.load(target_ptr + row, mask=live, other=0).to(tl.int64)
     return t - first, live & (t != ignore_index) & (t >= first) & (t < first + n_cols)
 
@@ -38,9 +39,10 @@ def _say(
     x_ptr, target_ptr, weight_ptr, w_total_ptr, m_ptr, ls_ptr, loss_ptr, entropy_ptr, predicted_ptr, header_ptr,
     said_ptr, x_row_stride, n_rows, n_cols, first, ignore_index, factor, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """The message of `states.States`, one number after the other, and the header behind it.
+    """The message of `states.States`, one number after the other, and then the header.
 
-    loss_ptr: with smoothing, of targets of all classes alike. first: the shard's first class among all.
+    loss_ptr: with smoothing, the loss whose target is spread over all classes alike. first: the shard's first class
+    among all.
     """
     BLOCK_ROWS: tl.constexpr = K.block_rows
     row, live = rows_of_program(n_rows, K)
@@ -60,7 +62,7 @@ def _say(
         at += n_rows
     if K.smooth:
         w_total = weight_total(w_total_ptr, n_cols, K)
-        # The target's own part is 0 times its logit; which, where that is infinite, hides what the others give.
+        # Its target is class 0, with the factor 0, and 0 times an infinite z_0 is NaN. The sum is then z_0.
         z_0 = logits_of(tl.load(x_row, mask=live, other=0.0), N, K)
         if K.weighted:
             z_0 *= tl.load(weight_ptr)
@@ -83,11 +85,12 @@ def _merge(
     heard_ptr, headers_ptr, notice_ptr, target_ptr, states_ptr, lse_ptr, loss_ptr, z_ptr, counted_ptr, entropy_ptr,
     best_ptr, n_rows, ranks, length, n_classes, ignore_index, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
-    """The losses of rows by the messages [ranks, length] of all, merged in rank order.
+    """The losses of rows, from the messages [ranks, length] of all ranks, merged in rank order.
 
-    states_ptr: m, ls, and as far as asked for the target's weight and W [.., n_rows]. counted_ptr: what a row counts in
-    the mean of losses and of z-losses [2, n_rows]. NaN where a header differs from headers_ptr's; notice_ptr, which the
-    host reads, then gets what was expected and what was heard [2, ranks, HEADER].
+    states_ptr: m, ls, and where the call needs them the target's weight and W [.., n_rows]. counted_ptr: what a row
+    adds to the divisors of the mean of losses and of the mean of z-losses [2, n_rows]. If a rank's header differs from
+    headers_ptr's, the results are NaN, and notice_ptr, which the host reads, gets the headers that were expected and
+    those that were heard [2, ranks, HEADER].
     """
     BLOCK_ROWS: tl.constexpr = K.block_rows
     row, live = rows_of_program(n_rows, K)
@@ -111,7 +114,7 @@ def _merge(
     of_rank = heard_ptr + row
     for _ in range(ranks):
         m_r = tl.load(of_rank, mask=live, other=0.0)
-        if K.stats:  # of the first rank whose greatest logit is greater than those before it
+        if K.stats:  # the likeliest class, from the first rank that has the greatest logit
             best_r = tl.load(of_rank + (K.numbers - 1) * n_rows, mask=live, other=0.0)
             best_at = tl.where(m_r > m, best_r, best_at)
         m = tl.maximum(m, m_r)
@@ -143,7 +146,7 @@ def _merge(
     on = t != ignore_index
     wrong = on & ((t < 0) | (t >= n_classes))
     spoilt = tl.where(wrong, float("nan"), 1.0)
-    loss = m - logit + ls  # apart, for m may be far greater than the loss
+    loss = m - logit + ls  # one by one: m + ls would be rounded at the size of m
     if K.weighted:
         loss *= w
     if K.smooth:
@@ -186,10 +189,11 @@ def _share(
     of_m_ptr, of_ls_ptr, of_dy_ptr, of_dlse_ptr, own_ptr, x_row_stride, n_rows, n_cols, n_classes, first, ignore_index,
     dy_step, dz_step, factor, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
-    """What `calls.backward` takes of rows of a shard: targets, and of_m_ptr and the like.
+    """What `launches.backward` takes of a shard's rows: targets (local_ptr), m, ls, dy and dlse (of_m_ptr and so on).
 
-    The gradient of a row's logits z is p_c a - [c = t] w_t b - w_c u. With smoothing the kernel takes p a - w_c u of
-    targets of all classes alike, and own_ptr has what stands at a target's column instead, for `_put`.
+    The gradient of a row's logits z is p_c a - [c = t] w_t b - w_c u. With smoothing, `backward` computes p_c a - w_c u
+    in all columns, as for a target that is spread over all classes alike. own_ptr gets the gradient at the target's
+    column, for `_put`.
     """
     BLOCK_ROWS: tl.constexpr = K.block_rows
     row, live = rows_of_program(n_rows, K)
@@ -234,7 +238,7 @@ def _share(
         a += tl.where(on, 2.0 * N.lse_square_scale * (m + ls) * g_z, 0.0)
     if dlse_ptr is not None:
         a += tl.load(dlse_ptr + row, mask=live, other=0.0).to(K.state_dtype)
-    # A row of which nothing is asked has a gradient of 0, whatever its logits are: by this m, one of -inf has p of 0.
+    # A row without an incoming gradient gets 0, whatever its logits are. With HIGHEST as m, -inf gives p = 0.
     asked = asked | (a != 0.0)
     w = 1.0
     if K.weighted:
@@ -259,7 +263,7 @@ def _share(
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "first", "ignore_index"])
 def _put(dx_ptr, target_ptr, local_ptr, own_ptr, dx_row_stride, n_rows, n_cols, first, ignore_index, K: tl.constexpr):
-    """The gradient at the targets' columns, of rows of which something is asked."""
+    """The gradient at the targets' columns, of rows that have an incoming gradient."""
     row, live = rows_of_program(n_rows, K)
     t, here = local_of(row, live, target_ptr, first, n_cols, ignore_index)
     asked = tl.load(local_ptr + row, mask=live, other=ELSEWHERE) != ELSEWHERE

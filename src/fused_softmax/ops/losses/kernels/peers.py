@@ -1,6 +1,7 @@
 """The losses of rows whose classes lie on several GPUs, and the gradient of this GPU's logits, in one pass.
 
-A row's loss needs the logit of its target, which the rank that has it tells all others; its gradient does not.
+A row's loss needs the logit of its target. The rank that has this logit tells it to all others. The gradient does not
+need it.
 Traffic of a shard of N columns: it is read once, and its gradient is written once (2MN); between GPUs 8 bytes a part,
 and 8 a row.
 """
@@ -34,9 +35,10 @@ def _peer_loss(
     ticket_ptr, x_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment, ahead,
     rank, ranks, digest, n_classes, first, ignore_index, set_size, factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row a program, and its gradient if K.gradient. first: this rank's first class among all n_classes.
+    """A program has a part of a row, and writes its gradient if K.gradient.
 
-    states_ptr: m and ls of rows [2, n_rows]; where their losses are not asked for, and the targets' logits [3, n_rows].
+    first: this rank's first class among all n_classes. states_ptr: m and ls of rows [2, n_rows]; without loss_ptr also
+    the targets' logits [3, n_rows].
     """
     L = LossRow(
         Rows(x_ptr, x_row_stride, misalignment), Rows(dx_ptr, dx_row_stride, misalignment),
@@ -56,17 +58,17 @@ def _peer_loss(
     T = target_of(row, target_ptr, None, n_classes, ignore_index, K)
     t = T.t - first
     here = T.kept & (t >= 0) & (t < n_cols)
-    # The part with the target's column tells of its logit, writes the loss, and the gradient there. What stands after
-    # the body is the last part's, however short the body is.
+    # The part with the target's column tells the logit, and writes the loss and the gradient at that column. Columns
+    # after the body belong to the last part, however short the body is.
     owner = tl.where(t < r.head + r.body, tl.maximum((t - r.head) // whole_vectors(part_cols, K), 0), n_parts - 1)
     heads = part == tl.where(here, owner, 0)
     z_t = load_target_logit(x_ptr + row * x_row_stride, Target(t, T.kept, T.wrong, T.w), here & heads, N, K)
-    if K.counted:  # asked for before the row, and counted after it
+    if K.counted:  # requested before the row, and counted after it
         j = tl.arange(0, K.counted)
         targets = tl.load(target_ptr + j, mask=j < n_rows, other=0).to(tl.int64)
     z, edge = load_part(r, L, N, K)
     m = max_of_part(z, edge, N, K)
-    if K.inplace:  # z_t is read before anything is written over it
+    if K.inplace:  # m waits for z_t, so that z_t is loaded before the gradient overwrites it
         m = tl.maximum(m, tl.where(here & heads, z_t, NEG_INF))
     z = hold_all(z, K.ptx)
     s = sum_of_row(z, edge, m, RowScores(n_cols, N.factor, hidden, False), K)
@@ -109,7 +111,10 @@ def _peer_loss(
 
 @triton.jit
 def sum_alike(L, n_losses, g, K: tl.constexpr):
-    """As `sum_losses`, with the same bits on all ranks, whose kernels differ by how their shards lie."""
+    """`sum_losses` with the same bits on all ranks.
+
+    The ranks' kernels differ, because their shards lie differently, so the order of the sum is fixed.
+    """
     if tl.atomic_add(L.ticket_ptr, 1, sem="acq_rel") == n_losses - 1:
         BLOCK: tl.constexpr = 1024
         total = tl.zeros([BLOCK], K.state_dtype)

@@ -1,6 +1,6 @@
-"""The state of a row of logits, read once, tile by tile; and that of a row by the states of its parts.
+"""The state of a row of logits from one read, tile by tile; and the state of a row from the states of its parts.
 
-For whoever needs a row's log-sum-exp before anything else: losses without a gradient, and log-probabilities.
+For kernels that need a row's log-sum-exp before anything else: losses without a gradient, and log-probabilities.
 """
 
 import triton
@@ -36,7 +36,10 @@ from fused_softmax.ops.losses.kernels.spec import Scanned
 
 @triton.jit
 def side_by_side(r, K: tl.constexpr):
-    """Lanes that read elements one by one, with each next to the other's. bf16 4096 x 50257: a third of the time."""
+    """The Row, with columns dealt so that neighbouring lanes read neighbouring elements, where each is read by itself.
+
+    bf16 4096 x 50257 takes a third of the time by it.
+    """
     if K.vector == 1:
         WIDTH: tl.constexpr = K.lane_cols
         HEIGHT: tl.constexpr = K.block_cols // K.lane_cols
@@ -49,18 +52,18 @@ def side_by_side(r, K: tl.constexpr):
 @triton.jit
 def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, n_cols, n_parts, part_cols, hidden, N,
                 kept, K: tl.constexpr):  # fmt: skip
-    """What is known of a part of a row of logits. zero: from where they are summed, for smoothing.
+    """The Scanned of a part of a row of logits. zero: the origin from which smoothing sums them.
 
-    kept: the row's Listed (K.listed) or Masked (K.masked); else anything, and all columns count.
+    kept: the row's Listed (K.listed) or Masked (K.masked); else it is not used, and all columns count.
     """
     n_classes = n_cols
-    if K.listed:  # whose places are scanned as columns are elsewhere
+    if K.listed:  # places of the list are scanned instead of columns
         n_cols, part_cols = kept.size, kept.size
     PIECES: tl.constexpr = K.pieces
     x = Rows(x_ptr, x_row_stride, misalignment)
     part_cols = whole_vectors(part_cols, K)
     r = lanes_of_part(part, row, x, n_cols, part_cols, K)
-    if not K.masked:  # whose bits are read by lanes of neighbours
+    if not K.masked:  # a lane reads the bits of neighbouring columns by one access
         r = side_by_side(r, K)
     x_body = body_of(x, row, K)
     edge = 0
@@ -123,7 +126,7 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
     n = tl.sum(tl.sum(n, axis=1), axis=0)
     if K.listed and not K.shard:
         n = kept.size.to(K.state_dtype)
-    if K.shifted:  # whose moments nobody asks for
+    if K.shifted:  # no call asks for moments of shifted rows
         edge = finish_edge(edge, N, K)
         m_edge = tl.max(edge.x, axis=0)
         scale, base = origin_of(m_edge, K.ptx)
@@ -144,7 +147,7 @@ def scan_logits(x_ptr, x_row_stride, misalignment, row, part, weight_ptr, zero, 
 
 @triton.jit
 def load_listed(row_ptr, c, there, n_classes, hidden, N, K: tl.constexpr):
-    """As `load_logits`, a piece of the columns c that are there: NaN for what is no column."""
+    """`load_logits` of the columns c that are `there`, as one piece; NaN where c is no column."""
     inside = (c >= 0) & (c < n_classes)
     (z,) = load_logits(row_ptr, tl.where(inside, c, n_classes), n_classes, hidden, N, K, 1, 0)
     none = (tl.zeros([], K.state_dtype) + float("nan")).to(z.dtype)
@@ -156,7 +159,7 @@ def load_listed(row_ptr, c, there, n_classes, hidden, N, K: tl.constexpr):
 
 @triton.jit
 def bits_of(M, at, end, cols, K: tl.constexpr):
-    """Which columns before the end a bitmask has, of all pieces from `at` on: those of a lane share an access."""
+    """Which columns before `end` a bitmask has, for all pieces from `at` on. The columns of a lane share one access."""
     WIDTH: tl.constexpr = K.lane_cols
     PIECES: tl.constexpr = K.pieces
     lane = tl.arange(0, K.block_cols // K.lane_cols)[:, None] * WIDTH
@@ -170,7 +173,7 @@ def bits_of(M, at, end, cols, K: tl.constexpr):
 
 @triton.jit
 def where_on(pieces, on, hidden, K: tl.constexpr):
-    """Pieces in which columns that are not `on` are as those past a row's end."""
+    """The pieces, with columns that are not `on` as columns past a row's end are."""
     kept = ()
     for p in tl.static_range(len(pieces)):
         other = NEG_INF if K.capped else (tl.zeros([], K.state_dtype) + hidden).to(pieces[p].dtype)
@@ -180,7 +183,7 @@ def where_on(pieces, on, hidden, K: tl.constexpr):
 
 @triton.jit
 def count_of(on, K: tl.constexpr):
-    """How many are `on`, over the last axis of all pieces."""
+    """How many columns are `on`, over the last axis of all pieces."""
     n = on[0].to(K.state_dtype)
     for p in tl.static_range(1, len(on)):
         n += on[p].to(K.state_dtype)
@@ -189,8 +192,9 @@ def count_of(on, K: tl.constexpr):
 
 @triton.jit
 def moments_of(pieces, cols, size, on, scale, base, N, K: tl.constexpr):
-    """(sum exp(z - m) ** 2, sum z) over the last axis of all pieces, whose first `size` columns count; with K.picks
-    those that are `on`.
+    """(sum exp(z - m) ** 2, sum z) over the last axis of all pieces.
+
+    The second sum is over the columns that are `on` (K.picks), or over the first `size` columns.
     """
     squares = tl.zeros(pieces[0].shape, K.state_dtype)
     values = tl.zeros(pieces[0].shape, K.state_dtype)
@@ -207,7 +211,7 @@ def moments_of(pieces, cols, size, on, scale, base, N, K: tl.constexpr):
 
 @triton.jit
 def store_scanned(states_ptr, found_ptr, row, part, n_rows, n_parts, S, K: tl.constexpr):
-    """What one part of a row knows, for `merge_scanned`."""
+    """Store the Scanned of one part of a row, for `merge_scanned`."""
     states_ptr += row * n_parts + part
     step = n_rows.to(tl.int64) * n_parts
     tl.store(states_ptr, S.m)
@@ -226,7 +230,7 @@ def store_scanned(states_ptr, found_ptr, row, part, n_rows, n_parts, S, K: tl.co
 
 @triton.jit
 def merge_scanned(states_ptr, found_ptr, row, n_rows, n_parts, K: tl.constexpr):
-    """What is known of rows [K.block_rows] by all their parts."""
+    """The Scanned of rows [K.block_rows], from those of all their parts."""
     j = tl.arange(0, K.lanes)[None, :]
     on = j < n_parts
     step = n_rows.to(tl.int64) * n_parts

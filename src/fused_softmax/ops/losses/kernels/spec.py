@@ -8,17 +8,19 @@ from fused_softmax.core.kernels.spec import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec(Spec):
-    """Of the losses of rows of logits z = x * scale, or softcap * tanh(x * scale / softcap): see `options.Loss`.
+    """For losses of rows of logits z = x * scale, or softcap * tanh(x * scale / softcap): see `options.Loss`.
 
-    weighted, smooth, capped, scaled (or capped), z_loss, mean: what the call asks for. stats: the entropy; finds: the
-    likeliest class; moments: sums of squared probabilities and of logits. targets: of a row, as a power of two.
-    listed, masked: whether a row is normalised over some columns alone, which a list has or a bitmask.
-    shard: whether rows are a part of longer ones, as which ops/losses/over_ranks has them. Targets, lists and bitmasks
-    are then of the longer ones. crosses: whether bits of neighbouring columns then lie over two bytes.
-    totals: parts of the targets' totals. gradient: whether it is written too; inplace: over the logits.
-    counted: how many targets at most each program counts itself, instead of totals. finishes: whether the program whose
-    loss is the last to be written sums them all.
-    block_tokens: of a tile [classes, tokens].
+    weighted, smooth, scaled (true with a softcap too), capped, z_loss, mean: what the call asks for. stats: whether the
+    entropy is computed; finds: the likeliest class; moments: the sums of squared probabilities and of logits.
+    targets: of a row, rounded up to a power of two. listed, masked: whether a list or a bitmask says over which columns
+    a row is normalised.
+    shard: whether rows are parts of longer rows (ops/losses/over_ranks). Targets, lists and bitmasks then name columns
+    of the longer rows. crosses: whether the bits of a shard's neighbouring columns may lie in two bytes.
+    totals: in how many parts the targets' totals are. counted: if not 0, every program counts the targets itself, this
+    many at most, and reads no totals.
+    gradient: whether it is written too; inplace: over the logits. finishes: whether the last program to write its loss
+    sums all losses.
+    block_tokens: tokens of a tile [classes, tokens].
     """
 
     weighted: bool = False
@@ -46,12 +48,12 @@ class LossSpec(Spec):
 
     @property
     def lane_cols(self):
-        """As many as 16 bytes have, where they are read one by one."""
+        """Columns of a lane: a vector, or as many as fill 16 bytes where elements are read one by one."""
         return self.vector if self.vector > 1 else 128 // self.cast_dtype.primitive_bitwidth
 
     @property
     def compute_dtype(self):
-        """With a softcap pieces hold finished logits, so that no tanh is taken twice."""
+        """With a softcap pieces hold finished logits, so that tanh is computed once."""
         return self.state_dtype if self.capped else self.cast_dtype
 
     @property
@@ -60,7 +62,7 @@ class LossSpec(Spec):
 
     @property
     def truncated(self):
-        """Whether a row is normalised over some columns alone."""
+        """Whether a row is normalised over only some of its columns."""
         return self.listed or self.masked
 
     @property
@@ -80,7 +82,10 @@ class LossSpec(Spec):
 
     @property
     def unpack(self):
-        """Few pieces would take so few registers that programs crowd: bf16 16384 x 8192 0.92, 0.90 with 32 of 48."""
+        """As Spec's, but False for rows of few pieces: with so few registers too many programs would be resident.
+
+        bf16 16384 x 8192: 0.92 with 48 registers, 0.90 unpacked with 32.
+        """
         return self.ptx and not (self.crowds and not self.split and self.pieces <= 4)
 
 
@@ -94,7 +99,7 @@ class Numbers(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A row's class t, whether the row counts, whether there is no such class, and the class's weight."""
+    """A row's class t; kept: whether the row counts; wrong: whether t is no class; w: the weight of class t."""
 
     t: Any
     kept: Any
@@ -103,12 +108,13 @@ class Target(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The classes t of rows, [n, K.targets]: where each stands in memory, whether it counts, whether there is no such
-    class, and which are there.
+    """The targets of rows, [n, K.targets].
 
-    Of a shard they count from its first column, and those that other shards have are among the kept too. outside: those
-    that count, and over which their row is not normalised; they are not among the kept. spoilt: whether the row's list
-    has what is no column.
+    at: where each stands in memory. t: its class, counted from a shard's first column. kept: whether it counts; a shard
+    keeps targets of other shards too. wrong: whether there is no such class. there: which of the K.targets places are
+    used.
+    outside: targets that count, but lie outside the columns over which their row is normalised; these are not kept.
+    spoilt: whether the row's list has an id that is no column.
     """
 
     at: Any
@@ -121,9 +127,11 @@ class Targets(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What the gradients of results of rows [n, 1] come to: g of each target, a of every class, and of the entropy.
+    """The incoming gradients of rows [n, 1], and what the forward pass stored of these rows.
 
-    entropy, m, ls: of the forward pass. counts: whether the row has a gradient.
+    g: the gradient of each target's log-probability, [n, K.targets]. a: the factor of p_c in every column, g_lse - sum
+    g. g_entropy: the gradient of the entropy. entropy, m, ls: from the forward pass. counts: whether the row has a
+    gradient.
     """
 
     g: Any
@@ -136,10 +144,10 @@ class Upstream(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """The columns over which a row is normalised: `size` ids from ids_ptr + first on. right: whether they can be read.
+    """The columns over which a row is normalised, as a list: `size` ids from ids_ptr + first on.
 
-    Of offsets that cannot be right there is one, which is no column: what follows is NaN as for any such id.
-    origin, n_classes: of a shard its first column, and how many the longer row has.
+    right: whether the row's offsets can be right. If not, the list has one id, which is no column, so that results are
+    NaN. origin, n_classes: of a shard, its first column and the number of columns of the whole row.
     """
 
     ids_ptr: Any
@@ -151,17 +159,18 @@ class Listed(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """The same as bits from ptr on, of rows [n, 1] or of one. origin: of a shard its first column."""
+    """Those columns as a bitmask from ptr on, of rows [n, 1] or of one row. origin: of a shard, its first column."""
 
     ptr: Any
     origin: Any
 
 
 class Scanned(NamedTuple):
-    """What is known of a row of logits, or of its part, once it was read: 0, or no column, where nobody asked.
+    """What is known of a row of logits, or of its part, after one read. Whatever the call does not ask for is 0.
 
     m, s: its state. wz: sum_c w_c (z_c - zero). u: sum e t of `sums_and_terms`. q: sum exp(z - m) ** 2. total: sum z.
-    found: the first column whose logit is m. n: how many columns count, of a row that is normalised over some alone.
+    found: the first column whose logit is m, or NO_COLUMN. n: the number of columns that count, if the row is
+    normalised over some of them.
     """
 
     m: Any
@@ -204,8 +213,8 @@ class LossRow(NamedTuple):
 class HeldLoss(NamedTuple):
     """What a program knows of a row of logits, or of its part, before it knows the row's state.
 
-    z_t: the target's logit, for the part that `writes` the row's loss; wz: sum_c w_c (z_c - zero) of the part.
-    g, g_z: what a row's loss and its z-loss count in the result.
+    z_t: the target's logit, for the part that `writes` the row's loss. wz: sum_c w_c (z_c - zero) of the part. g, g_z:
+    the factors of the row's loss and of its z-loss in the result.
     """
 
     target: Any
@@ -228,12 +237,13 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PairSpec(Spec):
-    """Of a student's rows and a teacher's: see `options.Divergence`.
+    """For pairs of a student's row and a teacher's row: see `options.Divergence`.
 
-    divergence: its kind, or "cross". given: what the teacher's rows are. weighted, smooth: of "cross".
-    scaled, capped, target_scaled, target_capped: whether logits are multiplied, or go through a tanh. itemsize: the
-    smaller one of both rows. shard: whether rows are a part of longer ones, as which ops/losses/over_ranks has them.
-    publish_shares, collect_shares: as publish and collect, of the second exchange of `twice`.
+    divergence: its kind, or "cross". given: what the teacher's rows are. weighted, smooth: of "cross". scaled, capped,
+    target_scaled, target_capped: whether logits are multiplied, or go through a tanh.
+    itemsize: bytes of an element, the smaller one of both rows. shard: whether rows are parts of longer rows
+    (ops/losses/over_ranks).
+    publish_shares, collect_shares: as publish and collect, for the second exchange where `twice`.
     """
 
     divergence: str = "kl"
@@ -251,22 +261,22 @@ class PairSpec(Spec):
 
     @property
     def lane_cols(self):
-        """As many as 16 bytes have, whether they are read together or not."""
+        """Columns of a lane: as many as fill 16 bytes, whether they are read together or one by one."""
         return 16 // self.itemsize
 
     @property
     def twice(self):
-        """Whether a divergence is a sum of what both rows' states are needed for."""
+        """Whether the terms of the divergence need the states of both whole rows, and so a second pass."""
         return self.divergence in ("jsd", "tvd")
 
     @property
     def messages(self):
-        """Of a part, where a row's programs exchange."""
+        """Messages of a part, where the programs of a row exchange."""
         return messages_of(self.divergence)
 
 
 def messages_of(divergence: str) -> int:
-    """The states of both rows, and the sums of what one pass gives, or then a second."""
+    """Messages of a part: the states of both rows, and one sum of the first pass or two sums of the second."""
     return 4 if divergence in ("jsd", "tvd") else 3
 
 
@@ -289,8 +299,10 @@ class OfTeacher(NamedTuple):
 
 
 class PairSums(NamedTuple):
-    """Of a pair of rows, or of a part of both: the student's state (m, s), the teacher's, of probabilities their sum
-    alone, and c, the one sum of a divergence that one pass gives, of logits counted from m and m_t.
+    """Sums of a pair of rows, or of a part of both.
+
+    m, s: the student's state. m_t, s_t: the teacher's state; of probabilities s_t is their sum, and m_t is not used. c:
+    the one sum of a divergence that the first pass gives, with logits counted from m and m_t.
     """
 
     m: Any
@@ -301,7 +313,7 @@ class PairSums(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """What the exponentials of both rows are counted from (`origin_of`), and their logits (`counted_from`)."""
+    """The origins of both rows: scale and base for exponentials (`origin_of`), zero for logits (`counted_from`)."""
 
     scale: Any
     base: Any
@@ -312,8 +324,10 @@ class Exponents(NamedTuple):
 
 
 class BothStates(NamedTuple):
-    """Of a pair of rows: their maxima, what their exponentials are multiplied by, the student's ls, and by how much
-    log T - log Q exceeds the difference of the logits, each counted from its maximum.
+    """What the states of a pair of rows give.
+
+    m, m_t: their maxima. of_s, of_t: 1 / s and 1 / s_t; of_t is 1 for probabilities. ls: the student's log s. more: ls
+    - ls_t, with which log T - log Q = (z_t - m_t) - (z - m) + more.
     """
 
     m: Any
@@ -325,7 +339,10 @@ class BothStates(NamedTuple):
 
 
 class HeldPair(NamedTuple):
-    """A pair of rows of which a program holds both, or a part of both. N: its numbers. dvalue: see `_pair_held`."""
+    """A pair of rows, or a part of both, that a program holds.
+
+    N: its numbers. dvalue: the factor of the row's divergence in the result.
+    """
 
     x: Any
     y: Any
@@ -342,14 +359,17 @@ class HeldPair(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossShardSpec(LossSpec):
-    """Of the numbers that ranks tell each other of rows, and of what follows from them."""
+    """For the numbers of rows that ranks tell each other, and for what follows from them."""
 
     @property
     def numbers(self):
-        """Of a row in a message."""
+        """Numbers of a row in a message."""
         return numbers_of(weighted=self.weighted, smooth=self.smooth, stats=self.stats)
 
 
 def numbers_of(*, weighted: bool, smooth: bool, stats: bool) -> int:
-    """Of a row in a message: m, ls and the target's logit; a class weight; with smoothing two more, with stats too."""
+    """Numbers of a row in a message: m, ls, the target's logit, and those that the call's options add.
+
+    One for class weights, two for smoothing, two for statistics.
+    """
     return 3 + int(weighted) + 2 * int(smooth) + 2 * int(stats)

@@ -3,7 +3,7 @@
 Traffic: the losses read the logits once (MN). The gradient, which is written over the logits, reads them a second time
 (2MN). Token statistics read them once more, in a kernel of their own. A program has a tile of tokens in one part of a
 block's classes; another kernel merges the states of the parts.
-A bias of classes is added as logits are read, in the dtype of the arithmetic; K.cast_dtype is then that dtype.
+The bias of a class is added as its logits are read, in the dtype of the arithmetic; K.cast_dtype is then that dtype.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,10 @@ from fused_softmax.ops.losses.kernels.common import (
 
 
 class TokenPart(NamedTuple):
-    """A program's tokens [1, tokens], where `on`, and its classes [start, stop) of a block. stride: of a class."""
+    """A program's tokens [1, tokens], of which those `on` exist, and its classes [start, stop) of a block.
+
+    stride: elements from one class to the next.
+    """
 
     part: Any
     token: Any
@@ -58,7 +61,10 @@ def _token_states(
     x_ptr, bias_ptr, target_ptr, weight_ptr, numbers_ptr, z_t_ptr, m_ptr, s_ptr, wz_ptr, w_ptr,
     first, n_classes, n_tokens, padded, part_classes, n_read, factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """m, s and, with smoothing, sum_c w_c (z_c - m) and sum_c w_c of one part of a block, a state for every lane."""
+    """m and s of one part of a block; with smoothing also sum_c w_c (z_c - m) and sum_c w_c.
+
+    Every lane has a state of its own until the part is read.
+    """
     BLOCK_CLASSES: tl.constexpr = K.block_cols
     BLOCK_TOKENS: tl.constexpr = K.block_tokens
     PIECES: tl.constexpr = K.pieces
@@ -115,7 +121,7 @@ def _token_stats(
     x_ptr, bias_ptr, numbers_ptr, m_ptr, u_ptr, found_ptr,
     first, n_classes, padded, part_classes, n_read, factor, hidden, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """The terms u of the entropy and the first likeliest class of one part of a block, whose m is there already."""
+    """The terms u of the entropy and the first likeliest class of one part of a block, whose m is stored already."""
     BLOCK_CLASSES: tl.constexpr = K.block_cols
     BLOCK_TOKENS: tl.constexpr = K.block_tokens
     PIECES: tl.constexpr = K.pieces
@@ -145,7 +151,7 @@ def _token_losses(
     loss_ptr, z_ptr, lse_ptr, shares_ptr, place_ptr,
     n_parts, n_classes, n_tokens, padded, ignore_index, factor, cap, smoothing, lse_square_scale, K: tl.constexpr,
 ):  # fmt: skip
-    """The losses of tokens by the states of all parts, K.lanes of them at a time, and what their gradients take."""
+    """The losses of tokens, and what their gradients take, from the states of all parts, K.lanes parts at a time."""
     BLOCK_TOKENS: tl.constexpr = K.block_tokens
     LANES: tl.constexpr = K.lanes
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
@@ -191,7 +197,7 @@ def _token_losses(
 def _merge_token_stats(
     m_ptr, s_ptr, u_ptr, found_ptr, entropy_ptr, predicted_ptr, n_parts, n_classes, n_tokens, padded, K: tl.constexpr
 ):
-    """The entropy of tokens and their likeliest class by all parts."""
+    """The entropy of tokens and their likeliest class, from all parts."""
     BLOCK_TOKENS: tl.constexpr = K.block_tokens
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     live = token < n_tokens
@@ -219,7 +225,7 @@ def _token_gradient(
     x_ptr, bias_ptr, weight_ptr, numbers_ptr, shares_ptr, place_ptr,
     first, n_classes, padded, part_classes, factor, cap, K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one part of a block, over its logits."""
+    """The gradient of one part of a block, written over its logits."""
     PIECES: tl.constexpr = K.pieces
     P = part_of(n_classes, padded, part_classes, K)
     N = numbers_of(numbers_ptr, factor, cap, 0.0, 0.0, K)
@@ -248,7 +254,7 @@ def _token_gradient(
 
 @triton.jit
 def part_of(n_classes, padded, part_classes, K: tl.constexpr):
-    """The TokenPart of a program; its sizes are whole numbers of vectors in a form that shows it to the compiler."""
+    """The TokenPart of a program. Sizes are computed so that the compiler sees whole numbers of vectors."""
     padded = padded // K.vector * K.vector
     blocks = tl.cdiv(padded, K.block_tokens)
     program = tl.program_id(0)
@@ -260,13 +266,13 @@ def part_of(n_classes, padded, part_classes, K: tl.constexpr):
 
 @triton.jit
 def classes_of(p, K: tl.constexpr):
-    """[classes, 1]: those of piece p, counted from the first one of all pieces."""
+    """[classes, 1]: the classes of piece p, counted from the first class of all pieces."""
     return p * K.block_cols + tl.arange(0, K.block_cols)[:, None]
 
 
 @triton.jit
 def with_bias(x, bias_ptr, classes, on, K: tl.constexpr):
-    """Logits of classes and their bias, in the dtype of the arithmetic; as they were read where there is no bias."""
+    """Logits plus the bias of their classes, in the dtype of the arithmetic; without a bias, what was read."""
     if bias_ptr is not None:
         return widen(x, K.cast_dtype) + widen(tl.load(bias_ptr + classes, mask=on, other=0.0), K.cast_dtype)
     else:
@@ -275,9 +281,9 @@ def with_bias(x, bias_ptr, classes, on, K: tl.constexpr):
 
 @triton.jit
 def load_transposed(ptr, bias_ptr, first, at, P, hidden, K: tl.constexpr):
-    """Tiles [classes, tokens] from class `at` on, one below another; ptr is at the tokens. What is off is `hidden`.
+    """Tiles [classes, tokens] from class `at` on, one below another; `hidden` where no class or token is.
 
-    first: the class of the block's first row.
+    ptr: at the program's tokens. first: the class of the block's first row.
     """
     ptr += at * P.stride
     pieces = ()
@@ -292,7 +298,7 @@ def load_transposed(ptr, bias_ptr, first, at, P, hidden, K: tl.constexpr):
 
 @triton.jit
 def load_finished(ptr, bias_ptr, first, at, P, hidden, N, K: tl.constexpr):
-    """load_transposed, and with a cap the finished logits."""
+    """`load_transposed`. With a softcap the tiles hold finished logits."""
     pieces = load_transposed(ptr, bias_ptr, first, at, P, hidden, K)
     if K.capped:
         kept = ()

@@ -1,12 +1,12 @@
 """Divergences of rows whose classes lie in shards over ranks, and the cross-entropy of probabilities.
 
-By one exchange of a few numbers a row; jsd and tvd by two. A shard is a pair of rows to its rank, which reads it as one
-device does. What all shards say of theirs is that of whole rows, with the shares Q_r = exp(lse_r - lse) of the
-student's probability that shard r has, and T_r of the teacher's, which of probabilities counts as 1:
+They take one exchange of a few numbers a row; jsd and tvd take two. A shard is a pair of rows to its rank, which reads
+it as one device does. The results of whole rows follow from those of all shards r, with the share Q_r = exp(lse_r -
+lse) of the student's probability that shard r has, and T_r of the teacher's, which counts as 1 for probabilities:
 kl of logits = sum_r T_r (kl_r + log T_r - log Q_r),  reverse_kl = sum_r Q_r (reverse_kl_r + log Q_r - log T_r),
 kl of probabilities, and cross = sum_r (that of shard r - S_r log Q_r),  S_r = sum w T of shard r.
-Each is counted from the shard's own lse, so ranks need not count logits from the same origin. jsd and tvd are sums of
-columns by the states of whole rows, which all shards say first. The gradient needs no exchange.
+Each is counted from the shard's own lse, so ranks need not count logits from the same origin. jsd and tvd are sums over
+columns that need the states of whole rows, so all shards tell their states first. The gradient needs no exchange.
 Traffic: as on one device; between ranks at most 6 numbers a row.
 """
 
@@ -50,8 +50,8 @@ class OfCall(NamedTuple):
 class Own(NamedTuple):
     """A rank's part of a call: its columns without padding, and the options for them alone.
 
-    mass: what its smoothed targets count in the loss. Spread over their own classes by the options' smoothing, and
-    times mass, they are those of whole rows.
+    mass: the factor of its smoothed targets in the loss. The options' smoothing spreads them over the rank's own
+    classes. Times mass, they are the smoothed targets of whole rows.
     """
 
     pair: Pair
@@ -60,7 +60,10 @@ class Own(NamedTuple):
 
     @property
     def by_kernels(self) -> bool:
-        """On a device that has any; the dtypes, by which all ranks choose alike, are the same on all."""
+        """Whether kernels compute, on a device that has any.
+
+        It follows from dtypes, which are the same on all ranks.
+        """
         tensors = [each for each in self.pair[1:] if each is not None]
         return not refused(self.pair.x, self.pair.y, self.options) and runs_here(self.pair.x, *tensors)
 
@@ -147,7 +150,7 @@ def losses_of(rows: Tensor, lse: Tensor, loss: Loss, dtype: torch.dtype) -> tupl
 
 
 def lacks(loss: Loss) -> str:
-    """What a loss of probabilities asks for that is not there over ranks; "" if nothing."""
+    """What a loss of probabilities asks for that does not exist over ranks; "" if nothing."""
     if loss.stats:
         return "return_token_stats takes targets of class indices with group=, got probabilities"
     if loss.weight is not None and loss.weight.requires_grad and torch.is_grad_enabled():
@@ -160,7 +163,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def rows_of_all(pair: Pair, of_call: OfCall) -> PairRows:
-    """What is known of whole rows, of whose columns this rank has some."""
+    """What is known of whole rows, of which this rank has some columns."""
     own, shards = own_of(pair, of_call), of_call.shards
     pair, options, mass = own
     by_kernels = own.by_kernels
@@ -176,11 +179,11 @@ def rows_of_all(pair: Pair, of_call: OfCall) -> PairRows:
         return whole
     sums = shard_sums(pair, whole, options) if by_kernels else _sums_by_operations(own, whole)
     value, total = gather(sums, shards).sum(0).unbind()
-    return whole._replace(value=value.clone(), total=total)  # a caller may change one, and the other stays
+    return whole._replace(value=value.clone(), total=total)  # two tensors: a caller may change one of them
 
 
 def _told(options: Divergence) -> tuple[str, ...]:
-    """What a rank tells of its rows first, by its name in PairRows."""
+    """What a rank tells of its rows first, by the names of PairRows."""
     states = ("m", "ls", "m_t", "ls_t") if options.target_is == "logits" else ("m", "ls")
     if options.twice:
         return states
@@ -252,7 +255,7 @@ def _whole_state(m_r: Tensor, ls_r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(m, ls of whole rows [n], the logarithm of each shard's share [ranks, n])."""
     m = m_r.amax(0)
     ls = (ls_r + (m_r - _finite(m))).exp().sum(0).log()
-    return m, ls, (m_r - m) + (ls_r - ls)  # apart, for m may be far greater than both
+    return m, ls, (m_r - m) + (ls_r - ls)  # one by one: m + ls would be rounded at the size of m
 
 
 def _expected(log_share: Tensor, values: Tensor) -> Tensor:
@@ -363,7 +366,7 @@ def gradients_of(
     pair: Pair, rows: PairRows, beside: tuple[Tensor | None, Tensor | None], of_call: OfCall, wanted: tuple[bool, ...],
     over: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Those of this rank's columns, and 0 at padding: the student's, over them if asked, and where wanted the targets'.
+    """The gradients of this rank's columns, 0 at padding: the student's, over them if asked; the targets' if wanted.
 
     rows: of whole rows. beside: the gradients of their divergences and of their lse.
     """
@@ -414,9 +417,9 @@ def _gradients_by_operations(
 
 
 class ChosenLogits(torch.autograd.Function):
-    """Logits [n, k] of columns among all classes, of rows [n, columns] that lie in shards; NaN of what is no class.
+    """Logits [n, k] of columns among all classes, from rows [n, columns] that lie in shards.
 
-    By one exchange of k numbers a row.
+    NaN if a column is no class. It takes one exchange of k numbers a row.
     """
 
     @staticmethod

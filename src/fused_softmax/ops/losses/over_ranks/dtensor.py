@@ -157,8 +157,8 @@ def loss_on_shards(
 ) -> Tensor | CrossEntropyOutput:
     """The loss of logits that are a DTensor, as DTensors where torch's own rules place them.
 
-    target, weight: DTensors, or whole tensors that are the same on all ranks. Where rows lie in shards, a mean is
-    Partial("avg") and a sum Partial("sum"); elsewhere results are Replicate, and of rows they lie as the rows do.
+    target, weight: DTensors, or whole tensors that are the same on all ranks. If rows lie in shards, a mean is
+    Partial("avg") and a sum Partial("sum"). Otherwise results are Replicate. Results of rows lie as the rows do.
     """
     class_dim = 0 if input.ndim == 1 else 1
     input, kept = cut_once(input, class_dim)
@@ -177,10 +177,10 @@ def loss_on_shards(
 
 
 def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, temperature: Any, kept: Any) -> Any:
-    """Log-probabilities of logits that are a DTensor, and the rest of their results, as DTensors that lie as rows do.
+    """Log-probabilities of logits that are a DTensor, and the other results, as DTensors that lie as rows do.
 
-    of_rank: gives those of (input, target, temperature, kept, shards), this rank's rows; shards: None where they are
-    whole. target, kept, and temperature if it is a tensor: DTensors, or whole tensors, the same on all ranks.
+    of_rank: gives those of (input, target, temperature, kept, shards), this rank's rows; shards: None if they are
+    whole. target, kept, and temperature if it is a tensor: DTensors, or whole tensors that are the same on all ranks.
     """
     name = "log_prob"
     input, of_classes = cut_once(input, input.ndim - 1)
@@ -272,7 +272,7 @@ def loss_of_whole_rows(
 def _of_own_classes(
     placed: Placed, x: Tensor, t: Tensor, loss: Loss, n_classes: int, dtype: torch.dtype
 ) -> CrossEntropyOutput:
-    """Losses of rows by the probabilities of this rank's classes."""
+    """The losses of rows by the probabilities of this rank's classes."""
     shards = placed.shards(n_classes)
     shards = told_by(peers_of(placed.name, None, shards.group, x, t), placed.name, shards)
     of_rows = replace(loss, reduction="none")
@@ -315,7 +315,7 @@ def cut_once(x: Any, dim: int | None, *whole: int) -> tuple[Any, int | None]:
 def loss_as_aten(
     x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, label_smoothing: float
 ) -> Any | None:
-    """ATen's cross_entropy of a DTensor, of whose arguments nobody has checked any; None where they do not fit."""
+    """ATen's cross_entropy of a DTensor. Its arguments are not checked yet; None if they do not fit."""
     from torch.distributed.tensor import Shard
 
     class_dim = min(1, x.ndim - 1)
@@ -390,14 +390,14 @@ def _layer_of(
 
     mesh = linear_weight.device_mesh
     weight, kept = cut_once(linear_weight, 0, 1)
-    # Rows over the ranks among which the classes lie are gathered: each rank has a part of every row's logits.
+    # Rows that lie over the ranks of the classes are gathered: each of these ranks has a part of every row's logits.
     of_rows = [
         each if type(each) is Shard and each.dim < input.ndim - 1 and i != kept else Replicate()
         for i, each in enumerate(input.placements)
     ]
     placed = Placed(name, mesh, of_rows, kept, shape)
     x = input.redistribute(placements=of_rows).to_local()
-    # Ranks that have other rows have another part of the gradient of these.
+    # Ranks with other rows have other parts of the gradients of these.
     of_gradient = [Shard(0) if i == kept else Partial() if i in placed.over else Replicate() for i in range(mesh.ndim)]
     w = weight.to_local(grad_placements=of_gradient)
     bias = None

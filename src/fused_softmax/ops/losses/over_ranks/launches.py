@@ -1,7 +1,7 @@
-"""Losses of a shard by kernels, prepared: beside the launches that read and write its logits, a few of rows' numbers.
+"""Losses of a shard by kernels, prepared: launches that read and write its logits, and a few for numbers of rows.
 
-By torch's operations these numbers take more than a hundred launches, and 2 ms of the CPU's time. What they are,
-`states` says, which has the same by torch's operations.
+By torch's operations these numbers would take more than a hundred launches, and 2 ms of the CPU's time. `states` says
+what they are, and makes the same by torch's operations.
 """
 
 from collections.abc import Callable
@@ -53,15 +53,16 @@ class OfShard(NamedTuple):
 
 
 def takes(x: Tensor, target: Tensor, loss: Loss) -> bool:
-    """Whether kernels make the losses; for fp64 numbers have 64 bits, and torch's operations make them.
+    """Whether kernels make the losses. Not in fp64, whose numbers have 64 bits.
 
-    By what is the same on all ranks, those without columns too: only by one way do all get the same bits.
+    It follows from what is the same on all ranks, also on ranks without columns: all have to go one way to get the same
+    bits.
     """
     return len(x) > 0 and loss.scale != 0 and x.dtype != torch.float64 and runs_here(x, target)
 
 
 def own_loss(loss: Loss) -> Loss:
-    """What of a loss is each row's own: its logits and class weights."""
+    """The part of a loss that is of each row alone: its logits and class weights."""
     return replace(loss.without_rows(), ignore_index=ELSEWHERE, reduction="none", stats=False)
 
 
@@ -71,19 +72,19 @@ def rows_numbers(loss: Loss, numbers: LossNumbers) -> LossNumbers:
 
 
 def _rows_loss(loss: Loss) -> Loss:
-    """`own_loss`; with smoothing that of targets of all classes alike, (W lse - sum_c w_c z_c) / C."""
+    """`own_loss`; with smoothing, its target is spread over all classes alike: (W lse - sum_c w_c z_c) / C."""
     return replace(own_loss(loss), label_smoothing=1.0) if loss.smooth else own_loss(loss)
 
 
 def _numbers_of(loss: Loss) -> int:
-    """Of a row in a message."""
+    """Numbers of a row in a message."""
     return numbers_of(weighted=loss.weight is not None, smooth=loss.smooth, stats=loss.stats)
 
 
 def prepare_telling(given: OfShard) -> Call:
-    """call(x, target, weight, numbers, shards) -> (what all ranks say, the headers that should stand there or None)
+    """call(x, target, weight, numbers, shards) -> (the messages of all ranks, the headers that they should have)
 
-    numbers: of the loss, and `rows_numbers`.
+    The headers may be None. numbers: of the loss, and `rows_numbers`.
     """
     x, _, _, (_, rank, sizes, *_) = given
     ranks, n_rows, device, empty = len(sizes), len(x), x.device, allocator(x.device)
@@ -217,10 +218,11 @@ def prepare_merge(
 ) -> Call:
     """call(heard, headers, notice, target, numbers) -> (states, lse, loss, z, counted, entropy, best)
 
-    states: of whole rows m, ls, and as far as asked for the target's weight and W [.., n]. counted: with class weights,
-    what a row counts in the mean of losses, and in that of z-losses [2, n]. What is not asked for is None.
-    heard: what each rank says; of whole rows, what stands for all of them. headers: which should stand there. notice:
-    where those that differ go. lse: whether it is wanted.
+    states: of whole rows: m, ls, and where the call needs them the target's weight and W [.., n]. counted: with class
+    weights, what a row adds to the divisors of the mean of losses and of that of z-losses [2, n]. What is not asked for
+    is None.
+    heard: the messages of all ranks; of whole rows, one that stands for all. headers: those that messages should have.
+    notice: where headers that differ are written. lse: whether it is wanted.
     """
     from fused_softmax.ops.losses.kernels.over_ranks import _merge
 

@@ -1,7 +1,7 @@
 """Cross-entropy of a linear layer whose classes lie in shards over ranks: chunks of rows, each with its own exchange.
 
 Every rank makes its classes' logits of a chunk, tells the others what it knows of them, writes the gradient over them,
-and multiplies it back. What that gives of the input is a part of a sum over ranks, which is on its way to the others
+and multiplies it back. The input's gradient that this gives is a part of a sum over ranks. It is sent to the others
 while the next chunk's products are made.
 Extra memory: a chunk of logits, and an accumulator of linear_weight's gradient, as on one device.
 """

@@ -1,11 +1,12 @@
 """Log-probabilities of rows whose classes lie in shards over ranks, by one exchange of a few numbers a row.
 
-A shard is a row to its rank, which reads it as one device does. What all shards say of theirs is that of the whole row,
-with the share P_r = exp(lse_r - lse) that shard r has of a row's probability:
+A shard is a row to its rank, which reads it as one device does. The results of the whole row follow from those of all
+shards r, with the share P_r = exp(lse_r - lse) of the row's probability that shard r has:
 log p_t = log p_t of shard r + log P_r,  entropy = sum_r P_r (entropy_r - log P_r),
 sum_c p_c ** 2 = sum_r P_r ** 2 (sum_c p_c ** 2 of shard r),  mean = sum_r n_r mean_r / sum_r n_r.
-None is a small difference of great logits. The gradient needs no exchange, for every rank has that of the same results.
-Targets and kept columns are those of whole rows on every rank, so each knows which targets count.
+None of these is a small difference of large logits. The gradient needs no exchange, because every rank has the gradient
+of the same results. Targets and kept columns are those of whole rows on every rank, so each rank knows which targets
+count.
 Traffic of a shard of N columns: MN, with a gradient 3MN; between ranks 3 numbers a row, and one for each result more,
 or two for a mean over kept columns.
 """
@@ -125,7 +126,7 @@ def _by_kernels(x: Tensor, target: Tensor, options: LogProb) -> bool:
 
 
 def _own(x: Tensor, target: Tensor, temperature: Tensor | None, columns: Kept, of_call: OfCall) -> LogProbRows:
-    """What is known of the shard's own rows, as the kernels say it; of what nobody asks for, anything."""
+    """What is known of the shard's own rows, as the kernels give it. What is not asked for may be anything."""
     options, shards, asked, _ = of_call
     if _by_kernels(x, target, options):
         given = given_of(aligned(x, columns), target, temperature, options, columns, (shards.first, shards.n_classes))
@@ -170,15 +171,15 @@ def _finished(x: Tensor, temperature: Tensor | None, options: LogProb) -> Tensor
 
 
 def _origin(m: Tensor) -> Tensor:
-    """What is subtracted from numbers of a row: of one that is -inf everywhere, 0."""
+    """What is subtracted from the numbers of a row: its maximum, or 0 if that is -inf."""
     return torch.where(m == -torch.inf, 0.0, m)
 
 
 def _said(own: LogProbRows, columns: Kept, of_call: OfCall) -> Tensor:
     """A rank's message [numbers, n]: m, ls, the results of its rows, and those of its targets.
 
-    A mean is a part of the whole row's, or over kept columns a sum and a count. Targets of other ranks are +inf; -1 of
-    a likeliest class says that there is no column.
+    A mean is a part of the whole row's; over kept columns it is a sum and a count. Targets of other ranks are +inf. If
+    a likeliest class is -1, the rank has no column.
     """
     _, shards, asked, _ = of_call
     wanted = (own.entropy, asked.entropy), (own.log_sum_sq_probs, asked.log_sum_sq_probs)
@@ -254,7 +255,7 @@ def _merged(heard: Tensor, places: Places, truncated: bool, asked: Asked) -> Log
     m = m_r.amax(0)
     ls = (ls_r + (m_r - _origin(m))).exp().sum(0).log()
     of_m, of_ls = (_origin(m), _origin(ls)) if truncated else (m, ls)
-    log_share = (m_r - of_m) + (ls_r - of_ls)  # apart, for m may be far greater than both
+    log_share = (m_r - of_m) + (ls_r - of_ls)  # one by one: m + ls would be rounded at the size of m
     share = log_share.exp()
     entropy_r, log_sq_r, mean_r, count_r = (of_rows.pop(0) if each else None for each in wants)
     entropy = log_sq = top = None
@@ -285,7 +286,7 @@ def gradient_of(
 ) -> None:  # fmt: skip
     """Write dx [n, columns], which may be x: the gradient of this rank's logits, and 0 at padding.
 
-    states: m, ls and, where it has a gradient, the entropy of whole rows, of which target and columns are too.
+    states: m, ls and, if it has a gradient, the entropy, all of whole rows. Target and columns are of whole rows too.
     """
     options, shards = of_call.options, of_call.shards
     held = shards.held

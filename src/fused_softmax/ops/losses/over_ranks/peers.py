@@ -1,7 +1,7 @@
 """Cross-entropy of rows whose classes lie over ranks, by one launch that exchanges with those of the other ranks.
 
-A sum or mean with a gradient reads the shard once and writes its gradient (2MN). All else takes the states of whole
-rows from such a launch (MN), and goes on as `states` does.
+A sum or mean with a gradient reads the shard once and writes its gradient (2MN). All other losses take the states of
+whole rows from such a launch (MN), and go on as `states` does.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ _numbers_in = attrgetter(*_NUMBERS)
 
 
 def in_one_launch(x: Tensor, target: Tensor, loss: Loss, shards: Shards) -> bool:
-    """Whether the launch that reads the logits merges the states of whole rows: by what is the same on all ranks."""
+    """Whether the launch that reads the logits merges the states of whole rows. All ranks decide alike."""
     if loss.weight is not None or loss.smooth or loss.stats or loss.scale == 0 or x.dtype not in DTYPES:
         return False
     n_rows = target.numel()
@@ -72,7 +72,7 @@ def said_of(loss: Loss, wanted: Wanted, dtype: torch.dtype) -> str:
 
 
 def written_at_once(input: Tensor, loss: Loss, wanted: Wanted) -> bool:
-    """Whether a sum or mean, and its gradient where one is wanted, is all that is asked for."""
+    """Whether the call asks only for a sum or mean, and its gradient if one is wanted."""
     alone = loss.reduction != "none" and not wanted.beside and not loss.lse_square_scale
     inplace = wanted.inplace and not input.is_contiguous()
     return alone and not (needs_grad(input) and (input.dtype == torch.float16 or inplace))

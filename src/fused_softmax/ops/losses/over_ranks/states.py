@@ -50,7 +50,7 @@ class States(NamedTuple):
 
     m, ls: the greatest logit, and log sum_c exp(z_c - m). logit, weight: of the target; 0 in a shard that does not hold
     it, so that sums over shards are exact. weighted: sum_c w_c z_c. total: W. expected: sum_c p_c z_c. best_at: the
-    first class of the greatest logit, among those of all ranks.
+    first class of the greatest logit, numbered among all ranks.
     """
 
     m: Tensor
@@ -90,7 +90,7 @@ def _with_own_weight(loss: Loss, x: Tensor, shards: Shards) -> Loss:
 
 
 def states_of(shard: Shard) -> States:
-    """Of whole rows: what all shards together say, merged in rank order, by a collective."""
+    """The states of whole rows, merged from those of all shards in rank order, by a collective."""
     own = _by_kernels(shard) if shard.by_kernels else _composed(shard)
     heard = iter(gather(torch.stack([each for each in own if each is not None]), shard.shards).unbind(1))
     of_ranks = States(*[None if each is None else next(heard) for each in own])  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def _composed(shard: Shard) -> States:
 
 
 def _origin(m: Tensor) -> Tensor:
-    """What is subtracted from the logits of a row: of one that is -inf everywhere, 0."""
+    """What is subtracted from the logits of a row: its maximum, or 0 if that is -inf."""
     return torch.where(m == -torch.inf, 0.0, m)
 
 
@@ -138,7 +138,7 @@ def _by_kernels(shard: Shard) -> States:
     loss, x = shard.loss, shard.classes
     own = own_loss(loss)
     target = shard.local
-    if loss.smooth:  # the loss of a target of all classes alike is (W lse - sum_c w_c z_c) / C
+    if loss.smooth:  # with a target spread over all classes alike, the loss is (W lse - sum_c w_c z_c) / C
         own, target = replace(own, label_smoothing=1.0), torch.zeros_like(target)
     own = replace(own, stats=loss.stats)
     rows = losses.forward(x, target, own)
@@ -148,7 +148,7 @@ def _by_kernels(shard: Shard) -> States:
     weighted = total = expected = best_at = None
     if loss.smooth:
         of_all = lse.new_full((), x.shape[1]) if loss.weight is None else loss.weight.sum()
-        # The target's own part is 0 times its logit; which, where that is -inf, hides what the others give.
+        # Its target is class 0, with the factor 0, and 0 times an infinite logit is NaN. The sum is then that logit.
         first = _scaled(x[:, 0], loss) * (1.0 if loss.weight is None else loss.weight[0])
         weighted = torch.where(first.isinf(), first, of_all * lse - x.shape[1] * rows.loss)
         total = of_all.expand(len(x))
@@ -218,7 +218,7 @@ def counts_of(shard: Shard, states: States, over: Sequence[Any] = (), totals: Se
 def losses_of(shard: Shard, states: States, counts: Counts) -> tuple[Tensor, Tensor]:
     """(loss, z-loss) of every row [n], neither of which has the other in it."""
     loss, (a, b) = shard.loss, _shares(shard)
-    of_target = (states.m - states.logit) + states.ls  # apart, for m may be far greater than the loss
+    of_target = (states.m - states.logit) + states.ls  # one by one: m + ls would be rounded at the size of m
     y = a * (of_target if states.weight is None else states.weight * of_target)
     if loss.smooth:
         y = y + b * (states.total * states.lse - states.weighted)  # type: ignore[operator]
@@ -254,7 +254,7 @@ def coefficients_of(
 
 
 def _over(gradient: Tensor | None, total: Tensor | None) -> Tensor | float:
-    """A gradient by what a mean divides; 0 where nothing is asked, though the total may be 0 too."""
+    """A gradient over what a mean divides by; 0 if the gradient is 0, although the total may be 0 too."""
     if gradient is None or total is None:
         return 0.0 if gradient is None else gradient
     return torch.where(gradient == 0, 0.0, gradient / total)
@@ -264,7 +264,7 @@ def gradient_of(shard: Shard, states: States, given: Coefficients, dx: Tensor) -
     """dx [n, columns], which may be the logits' own memory; 0 at padding."""
     held = shard.shards.held
     dx[:, held:] = 0
-    # A row of which nothing is asked has a gradient of 0, whatever its logits are.
+    # A row without an incoming gradient gets 0, whatever its logits are.
     asked = (given.a != 0) | (given.b != 0)
     asked = asked if given.u is None else asked | (given.u != 0)
     if shard.by_kernels:
@@ -287,7 +287,7 @@ def _composed_gradient(shard: Shard, states: States, given: Coefficients) -> Ten
 
 def _kernels_gradient(shard: Shard, states: States, given: Coefficients, asked: Tensor, dx: Tensor) -> None:
     x, own = shard.classes, own_loss(shard.loss)
-    m = torch.where(asked, states.m, torch.finfo(torch.float32).max)  # by which a row of -inf has p of 0
+    m = torch.where(asked, states.m, torch.finfo(torch.float32).max)  # with it a row of -inf has p = 0
     ls = torch.where(asked, states.ls, 0.0)
     here, at = _places(shard)
     weight = None if own.weight is None else own.weight[at]
@@ -299,8 +299,8 @@ def _kernels_gradient(shard: Shard, states: States, given: Coefficients, asked: 
             dlse=given.a - torch.where(here, own_a, 0.0), dx=dx,
         )  # fmt: skip
         return
-    # The kernel takes p a - w_c u of targets of all classes alike; a target's own element is then set apart, rounded
-    # once as the others are.
+    # The kernel computes p a - w_c u, as for a target spread over all classes alike. The target's own element is then
+    # set by itself, rounded once as the others are.
     z = _scaled(x.gather(1, at.unsqueeze(1)), shard.loss).squeeze(1)
     step = (z - m - ls).exp() * given.a - (given.u + given.b) * (1.0 if weight is None else weight)
     step = (step * _slope(z, shard.loss)).to(dx.dtype)
@@ -327,7 +327,7 @@ def _slope(z: Tensor, loss: Loss) -> Tensor | float:
 
 
 def reduced(values: tuple[Tensor, Tensor], counts: Counts, loss: Loss) -> list[Tensor]:
-    """Losses of rows, and their z-losses, as the caller asks for them."""
+    """Losses of rows, and their z-losses, reduced as the caller asks."""
     if loss.reduction == "none":
         return [*values]
     y, z = (each.sum() for each in values)

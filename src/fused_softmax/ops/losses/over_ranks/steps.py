@@ -1,8 +1,8 @@
 """The loss of a shard, whoever makes its numbers and however ranks exchange them, and its gradient for autograd.
 
-Kernels make them, as one kept call with its launches; else torch's operations. Ranks exchange by a collective, by
-messages in each other's memory (`Shards.by_peers`), or in the launch that reads the logits (`whole`).
-A kept call serves all calls with like tensors, options and shards. It holds none of these, nor their group.
+Either kernels make the numbers, as one kept call with its launches, or torch's operations do. Ranks exchange them by a
+collective, by messages in each other's memory (`Shards.by_peers`), or in the launch that reads the logits (`whole`). A
+kept call serves all calls with like tensors, options and shards. It holds none of these, nor their group.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,8 +87,8 @@ def sharded(
 ) -> tuple[Any, ...]:  # fmt: skip
     """(loss, lse, z-loss, statistics) of logits [n, columns] by targets [n]. loss: its weight is [columns].
 
-    over: groups over whose ranks the rows lie: a mean is of all, and what is returned is this rank's part of it.
-    whole: what makes m, ls and the targets' logits of whole rows [3, n] of a shard, where they need no other exchange.
+    over: groups over whose ranks the rows lie: a mean is over all rows, and what is returned is this rank's part of it.
+    whole: what makes m, ls and the targets' logits of whole rows [3, n] of a shard, if no other exchange is needed.
     What is not wanted may be None.
     """
     options = (
@@ -139,7 +139,7 @@ class _Losses(torch.autograd.Function):
         return ctx.way.gradient(x, dx, target, kept, (dy, dz, dlse), ctx.of_call), None, None, None
 
 
-# As _Losses.apply, less its search for functorch's wrappers: a call that a transform watches is not prepared.
+# As _Losses.apply, less its search for functorch's wrappers: a call under a transform is not prepared.
 _differentiated = super(torch.autograd.Function, _Losses).apply
 
 
@@ -267,7 +267,10 @@ def _gradient_by_kernels(
     kinds: tuple, inplace: bool, x: Tensor, dx: Tensor | None, target: Tensor, kept_by: Sequence[Tensor | None],
     beside: Sequence[Tensor | None], of_call: OfCall,
 ) -> Tensor:  # fmt: skip
-    """Autograd may have moved what it saved, so this call is looked up by itself, by kinds and tensors."""
+    """The gradient by a kept call, which is looked up by itself, by kinds and tensors.
+
+    Autograd may have moved what it saved.
+    """
     tensors = target, of_call.weight, *kept_by, *map(_dense, beside)
     prepared = x, tensors, replace(of_call.loss, weight=of_call.weight), of_call.shards, inplace
     call = kept("gradients over ranks", kinds, (x, *tensors), _prepare_gradient, *prepared)

@@ -1,8 +1,9 @@
-"""The k best experts of rows, without a sort of the row: of equal ones the lowest.
+"""The k best experts of rows, without sorting the row. Of equal experts the lowest is chosen first.
 
-Every lane sorts its experts of up to 8 tiles by itself (a list). Each choice is then a maximum over the heads of all
-lists, one instruction of a warp, and the lane that had it goes on in that list. Where a logit has no more than 19 bits,
-it shares a word with its expert, and no two keys are equal; else a second instruction finds the expert.
+Each lane of a warp sorts the keys of its own experts, of up to 8 tiles: a list. Each choice is the maximum over the
+heads of all lists, which takes one instruction of a warp. The lane that had it then drops that head from its list. If a
+logit has at most 19 bits, its key shares a word with the number of its expert, so that no two keys are equal. Otherwise
+a second instruction finds the expert.
 """
 
 import triton
@@ -20,16 +21,17 @@ from fused_softmax.ops.routing.kernels.common import (
     sortable,
 )
 
-LOWEST = tl.constexpr(-(2**31))  # a key below all numbers
-EXPERT = tl.constexpr(2**13 - 1)  # the bits of a packed key that are the expert, the lowest greatest
+LOWEST = tl.constexpr(-(2**31))  # a key below that of any number
+EXPERT = tl.constexpr(2**13 - 1)  # the bits of a packed key that hold the expert, inverted: the lowest is greatest
 NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def choose(keys, n_turns, K: tl.constexpr):
-    """The K.k best of each row: their keys and their experts, [rows, LANES] of each half, and of the last of them both.
+    """(found, ids, last, last_id): the K.k best experts of each row.
 
-    Where K.packed, a key is also its expert.
+    found, ids: their keys and experts, a tile [rows, LANES] for each half. last, last_id: key and expert of the last
+    choice. If K.packed, the key has the expert, and last_id is not set.
     """
     HALVES: tl.constexpr = K.halves
     heads, experts = lists_of(keys, K)
@@ -45,7 +47,7 @@ def choose(keys, n_turns, K: tl.constexpr):
             heads, experts = after(heads, experts, best, best, K)
         ids = experts_of_packed(found)
     else:
-        for turn in range(n_turns):  # K.k, of which the compiler knows nothing: it would unroll them
+        for turn in range(n_turns):  # K.k, hidden from the compiler, which would unroll the loop
             best = best_head(heads, K)
             at = first_at(heads, experts, best, K)
             found, ids = recorded(found, best, turn), recorded(ids, at, turn)
@@ -55,9 +57,9 @@ def choose(keys, n_turns, K: tl.constexpr):
 
 @triton.jit
 def keys_of(tiles, m, total, bias_ptr, K: tl.constexpr):
-    """int32 of all tiles that sort as what the choice compares, and whether all of that are numbers.
+    """(keys, ordered): int32 keys of all tiles, which sort as what the choice compares; whether none of that is NaN.
 
-    LOWEST where no expert may be chosen. m, total: of rows, where K.of_scores.
+    Keys are LOWEST where no expert may be chosen. m, total: of rows, used if K.of_scores.
     """
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
@@ -105,7 +107,7 @@ def keys_of_chunk(
 
 @triton.jit
 def within_best_groups(keys, K: tl.constexpr):
-    """The keys with LOWEST outside of the K.groups_kept best groups of each row, and whether groups are in order."""
+    """(keys, ordered): keys that are LOWEST outside the K.groups_kept best groups of a row; whether no score is NaN."""
     N_GROUPS: tl.constexpr = K.n_groups
     lane = lanes()
     best = in_lanes(LOWEST, tl.int32, K)
@@ -129,7 +131,7 @@ def within_best_groups(keys, K: tl.constexpr):
 
 @triton.jit
 def score_of_group(keys, GROUP: tl.constexpr, K: tl.constexpr):
-    """The best of a group, or the sum of its two best. Its tiles are not stacked."""
+    """The best number of a group, or the sum of its two best. A group has tiles that are not stacked."""
     GROUP_TILES: tl.constexpr = K.group_tiles
     FIRST: tl.constexpr = GROUP * K.group_tiles
     head = keys[FIRST]
@@ -141,7 +143,7 @@ def score_of_group(keys, GROUP: tl.constexpr, K: tl.constexpr):
     if K.top2 and K.group_size > 1:
         lane = lanes()
         at = tl.min(tl.where(head == best[:, None], lane, LANES), axis=1)
-        # Of the lane that has the best, its next: the second best is that or the head of another lane.
+        # The second best is the next one in the lane that has the best, or the best of another lane.
         second = tl.where(lane == at[:, None], next_in_lane(keys, FIRST, best, K), head)
         score += number_of(tl.max(second, axis=1))
     return score + 0.0
@@ -149,7 +151,7 @@ def score_of_group(keys, GROUP: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def next_in_lane(keys, FIRST: tl.constexpr, best, K: tl.constexpr):
-    """Of each lane of a group the greatest key behind the first that is `best`."""
+    """The greatest key of each lane of a group, leaving out the first key that is `best`."""
     GROUP_TILES: tl.constexpr = K.group_tiles
     found = in_lanes(LOWEST, tl.int32, K)
     seen = in_lanes(0, tl.int32, K)
@@ -163,7 +165,7 @@ def next_in_lane(keys, FIRST: tl.constexpr, best, K: tl.constexpr):
 
 @triton.jit
 def lists_of(keys, K: tl.constexpr):
-    """Each lane's keys of a chunk, the greatest first, and their experts; as many as could be chosen."""
+    """(heads, experts): the sorted lists of all lanes, the greatest key first, only as long as choices may go."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     START: tl.constexpr = K.starts
@@ -198,7 +200,7 @@ def list_of_chunk(
 
 @triton.jit
 def exchanged(values, experts, I: tl.constexpr, J: tl.constexpr, K: tl.constexpr):
-    """With the greater of two places in the first, or of equal ones the lower expert."""
+    """The lists with the greater key of places I and J at I; of equal keys, the lower expert."""
     if K.packed:
         greater, lesser = tl.maximum(values[I], values[J]), tl.minimum(values[I], values[J])
         above, below = experts[I], experts[J]
@@ -234,7 +236,7 @@ def best_head(heads, K: tl.constexpr):
 
 @triton.jit
 def first_at(heads, experts, best, K: tl.constexpr):
-    """The lowest expert among the heads that are the best."""
+    """The lowest expert among the heads that are `best`."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     LISTS: tl.constexpr = K.lists
     best = over_tiles(best)
@@ -247,7 +249,7 @@ def first_at(heads, experts, best, K: tl.constexpr):
 
 @triton.jit
 def recorded(halves, of_rows, turn):
-    """With what was found in a turn in its place."""
+    """The halves, with the numbers of_rows at the place of this turn."""
     found = ()
     for h in tl.static_range(len(halves)):
         found = found + (tl.where(lanes() + h * LANES == turn, of_rows[:, None], halves[h]),)  # noqa: RUF005
@@ -256,7 +258,7 @@ def recorded(halves, of_rows, turn):
 
 @triton.jit
 def after(heads, experts, best, at, K: tl.constexpr):
-    """The lists of which one goes on behind its head, the best."""
+    """The lists, without the head that was chosen: its list moves up by one."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     LISTS: tl.constexpr = K.lists
     rest, of_rest = (), ()
@@ -295,7 +297,7 @@ def experts_of_packed(found):
 
 @triton.jit
 def numbers_of(found, K: tl.constexpr):
-    """The numbers whose keys were found."""
+    """The numbers that the keys in `found` stand for."""
     numbers = ()
     for h in tl.static_range(len(found)):
         numbers = numbers + (number_found(found[h], K),)  # noqa: RUF005

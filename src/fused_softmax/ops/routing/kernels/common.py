@@ -8,8 +8,8 @@ from fused_softmax.ops.routing.kernels import spec
 
 LANES = tl.constexpr(spec.LANES)
 LIST = tl.constexpr(spec.LIST)
-FAR = tl.constexpr(-60.0)  # from where on a score is a power of exp(x) to the last bit
-LEAST = tl.constexpr(-150.0)  # the logarithm to base 2 of half the least number of float32
+FAR = tl.constexpr(-60.0)  # below it a score is exp(x), or its square root, to the last bit
+LEAST = tl.constexpr(-150.0)  # log2 of half the least float32 above 0
 
 
 @triton.jit
@@ -19,21 +19,21 @@ def lanes():
 
 @triton.jit
 def in_lanes(value, DTYPE: tl.constexpr, K: tl.constexpr):
-    """One value [K.rows, LANES]."""
+    """A tile [K.rows, LANES] of one value."""
     ROWS: tl.constexpr = K.rows
     return tl.full([ROWS, LANES], value, DTYPE)
 
 
 @triton.jit
 def of_each(value, DTYPE: tl.constexpr, K: tl.constexpr):
-    """One value [K.rows]."""
+    """[K.rows] of one value."""
     ROWS: tl.constexpr = K.rows
     return tl.full([ROWS], value, DTYPE)
 
 
 @triton.jit
 def experts_of(FIRST: tl.constexpr, STACKED: tl.constexpr, K: tl.constexpr):
-    """The experts [STACKED, 1, LANES] of a tile, and which of them are there."""
+    """(experts [STACKED, 1, LANES] of a tile, which of them exist)."""
     tile = FIRST + LIST * tl.arange(0, STACKED)[:, None, None]
     within = tile % K.group_tiles * LANES + tl.arange(0, LANES)[None, None, :]
     return tile // K.group_tiles * K.group_size + within, within < K.group_size
@@ -41,7 +41,10 @@ def experts_of(FIRST: tl.constexpr, STACKED: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def logits_at(R, experts, on, K: tl.constexpr):
-    """Logits with their noise, float32, of `R.row` in the shape of its pointers; -inf where not `on`."""
+    """The logits of `experts` with their noise, in float32; -inf where not `on`.
+
+    R's pointers are those of its rows, in a shape that broadcasts against `experts`.
+    """
     x = tl.load(R.x_ptr + experts, mask=on, other=NEG_INF).to(tl.float32)
     if R.noise_ptr is not None:
         x += tl.load(R.noise_ptr + experts, mask=on, other=0.0).to(tl.float32)
@@ -50,7 +53,7 @@ def logits_at(R, experts, on, K: tl.constexpr):
 
 @triton.jit
 def tiles_of(R, K: tl.constexpr):
-    """The logits of rows, tile by tile: R's pointers are [1, rows, 1]."""
+    """The logits of rows, tile by tile. R's pointers are [1, rows, 1]."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     tiles = ()
@@ -88,16 +91,17 @@ def total_of(tiles):
 
 @triton.jit
 def along_lanes(ids):
-    """Ids [rows, LANES], of which the compiler keeps a row in the lanes of a warp where it reads or writes at them.
+    """Ids [rows, LANES], marked so that the compiler keeps a row in the lanes of one warp for the accesses at them.
 
-    It spreads threads along the dim that it takes to lie together. A thread has one id, so nothing else follows of it.
+    It spreads threads along the dim that it believes to be contiguous. Each thread has one id, so the mark has no other
+    effect.
     """
     return tl.max_contiguous(ids.to(tl.int64), [1, 2])
 
 
 @triton.jit
 def over_tiles(of_rows):
-    """A number of each row, to stand beside tiles."""
+    """A number of each row, in a shape that broadcasts to tiles."""
     return of_rows[None, :, None]
 
 
@@ -113,7 +117,7 @@ def weights_of(tiles, m):
 
 @triton.jit
 def sortable(x):
-    """int32 that sort as float32 do, or these of those."""
+    """int32 keys that sort as the float32 numbers do."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -131,7 +135,7 @@ def sigmoid(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), to the last bits also where that is small (log1p of W. Kahan's)."""
+    """log(1 + exp(x)), to the last bits even where it is small (W. Kahan's log1p)."""
     e = tl.exp(-tl.abs(x))
     u = 1.0 + e
     rest = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -140,7 +144,7 @@ def softplus(x):
 
 @triton.jit
 def score_of(x, K: tl.constexpr):
-    """The score of one logit by itself."""
+    """The score of one logit."""
     if K.score == "sigmoid":
         return sigmoid(x)
     else:
@@ -149,14 +153,18 @@ def score_of(x, K: tl.constexpr):
 
 @triton.jit
 def score_beside(x, top, K: tl.constexpr):
-    """Scores over a factor that all of a row share: 1, or where its greatest logit `top` is far below 0, top's."""
+    """Scores divided by a factor that is the same for the whole row.
+
+    The factor is 1. If the row's greatest logit `top` is far below 0, it is the score of `top`, so that no score
+    underflows.
+    """
     faded = tl.where(top == NEG_INF, 0.0, tl.exp((x - top) * K.half))
     return tl.where(top < FAR, faded, score_of(x, K))
 
 
 @triton.jit
 def slope_beside(x, top, K: tl.constexpr):
-    """The derivative of a score, over the same factor."""
+    """The derivative of a score, divided by the same factor."""
     s = score_beside(x, top, K)
     if K.score == "sigmoid":
         slope = s * sigmoid(-x)
@@ -167,20 +175,20 @@ def slope_beside(x, top, K: tl.constexpr):
 
 @triton.jit
 def is_some(total, top, K: tl.constexpr):
-    """Whether a sum of `score_beside` stands for more than 0 of float32."""
+    """Whether the sum of scores behind a sum of `score_beside` is more than 0 in float32."""
     log = tl.log2(total) + tl.where(top < FAR, top * (K.half * LOG2E), 0.0)
     return (total > 0) & (log > LEAST)
 
 
 @triton.jit
 def over(total, some):
-    """1 / total of rows that have some; else 0."""
+    """1 / total where `some`, else 0."""
     return tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
 
 
 @triton.jit
 def write_zeros(y_ptr, y_row_stride, row, here, value, K: tl.constexpr):
-    """One value of each row [rows], which is 0 or NaN, in all places of y [n_rows, n_experts]."""
+    """Write each row's value [rows], which is 0 or NaN, for all experts of y [n_rows, n_experts]."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     for c in tl.static_range(N_CHUNKS):

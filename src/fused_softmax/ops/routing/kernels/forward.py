@@ -5,8 +5,8 @@
     aux = n_experts * sum(count * sum p) / (n ** 2 * k), z = sum (m + log s) ** 2 / n
 
 Traffic: logits are read once, and 8 bytes are written for each choice. With sums, 8 or 12 bytes of states are written
-for each row. Of so many experts that no registers hold what a program adds up (not K.held), it reads its own rows a
-second time for that, which its multiprocessor still has.
+for each row. If experts are too many for the sums to fit in registers (not K.held), a program reads its own rows a
+second time to add them up, from the cache of its multiprocessor.
 """
 
 import triton
@@ -46,7 +46,7 @@ def _route(
     z_loss_ptr, x_row_stride, noise_row_stride, dense_row_stride, length, n_parts, part_rows, n_sequences, n_turns,
     scale, unit, K: tl.constexpr,
 ):  # fmt: skip
-    """A part of a sequence's rows; without sequences all rows are one."""
+    """A program has a part of the rows of a sequence. Without sequences, all rows are one."""
     program = tl.program_id(0)
     sequence, part = program // n_parts, program % n_parts
     first = sequence.to(tl.int64) * length + part * part_rows
@@ -65,7 +65,7 @@ def _route(
         if K.held:
             add_held(held, sequence, n_parts, n_sequences, S, K)
         else:
-            tl.debug_barrier()  # what all threads wrote of these rows is read again
+            tl.debug_barrier()  # add_rows reads what all threads have written
             add_rows(
                 x_ptr, noise_ptr, indices_ptr, states_ptr, x_row_stride, noise_row_stride, first, end, sequence,
                 n_parts, n_sequences, S, K,
@@ -77,7 +77,7 @@ def route_rows(
     x_ptr, bias_ptr, noise_ptr, given_ptr, mask_ptr, weights_ptr, indices_ptr, dense_ptr, states_ptr, x_row_stride,
     noise_row_stride, dense_row_stride, first, end, n_turns, scale, held, K: tl.constexpr,
 ):  # fmt: skip
-    """K.rows rows from `first` on, as many as there are before the end. Returns what is held, with these rows."""
+    """Route K.rows rows from `first` on, those before `end`. Returns what is held, these rows included."""
     HALVES: tl.constexpr = K.halves
     row = first + tl.arange(0, K.rows)
     here = row < end
@@ -104,7 +104,7 @@ def route_rows(
         valid &= ordered
     else:
         ids, wrong = replayed(given_ptr, row, here, K)
-    if K.held:  # before the choice, so that no thread keeps logits over it
+    if K.held:  # before the choice, so that no thread holds logits during it
         routed = valid & (wrong == 0) & (m > NEG_INF) & (m < float("inf"))
         held = with_probs(held, tiles, m, total, of_scores, routed, K)
     if given_ptr is None:
@@ -127,7 +127,7 @@ def route_rows(
     weights = weights_of_taken(x, ids, m, total, scale, K)
     if dense_ptr is not None:
         write_zeros(dense_ptr, dense_row_stride, row, here, tl.where(wrong, float("nan"), 0.0), K)
-        tl.debug_barrier()  # the zeros of all threads come before the weights
+        tl.debug_barrier()  # all threads write their zeros before any writes weights
     for h in tl.static_range(HALVES):
         j = lanes() + h * LANES
         at = row[:, None] * K.k + j
@@ -157,7 +157,7 @@ def is_row_of_numbers(tiles, K: tl.constexpr):
 
 @triton.jit
 def replayed(given_ptr, row, here, K: tl.constexpr):
-    """The ids that are given, and whether one is no expert, or is there twice."""
+    """(the ids that are given; whether a row has one that is neither an expert nor -1, or one that is there twice)."""
     HALVES: tl.constexpr = K.halves
     ids = ()
     bad = in_lanes(0, tl.int32, K)
@@ -175,7 +175,7 @@ def replayed(given_ptr, row, here, K: tl.constexpr):
 
 @triton.jit
 def taken_of(ids, valid, K: tl.constexpr):
-    """-1 of rows that are not valid, and past the K.k places."""
+    """The ids that are taken; -1 in rows that are not valid, and past the K.k places."""
     HALVES: tl.constexpr = K.halves
     taken = ()
     for h in tl.static_range(HALVES):
@@ -200,7 +200,7 @@ def logits_of_taken(x_ptr, noise_ptr, x_row_stride, noise_row_stride, row, ids, 
 
 @triton.jit
 def weights_of_taken(x, ids, m, total, scale, K: tl.constexpr):
-    """The weights [rows, LANES] of logits x of each half."""
+    """The weights [rows, LANES] of each half, from the logits x of the experts that are taken."""
     HALVES: tl.constexpr = K.halves
     top = of_each(NEG_INF, tl.float32, K)
     for h in tl.static_range(HALVES):
@@ -233,7 +233,7 @@ def weights_of_taken(x, ids, m, total, scale, K: tl.constexpr):
 
 @triton.jit
 def total_of_scores(tiles, m, K: tl.constexpr):
-    """The sum of `score_beside` of all experts; inf where it stands for 0."""
+    """The sum of `score_beside` over all experts; inf where the sum of scores is 0 in float32."""
     scores = ()
     for t in tl.static_range(len(tiles)):
         scores = scores + (score_beside(tiles[t], m[None, :, None], K),)  # noqa: RUF005

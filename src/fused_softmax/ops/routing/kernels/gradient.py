@@ -3,8 +3,8 @@
     a = score[ids], v = da * da/dx for each choice; q = p, or score / sum score, and for all experts of a row
     dx = v[ids] + (c - sum c q) * dq/dx + 2 dz lse / n * p, with c = dprob_sums + daux * share * count
 
-Traffic: where weights sum up to 1, or are of the chosen experts alone, and nothing but their gradient is given, logits
-are not read (softmax) or are read at the choices alone, and the gradient is written. Else they are read once.
+Traffic: the gradient is written once. Logits are read once if experts that were not chosen have a gradient (K.full).
+Otherwise softmax reads no logits, and the other scores read those of the choices alone.
 """
 
 import triton
@@ -39,7 +39,7 @@ def _route_gradient(
     dprob_sums_ptr, daux_loss_ptr, dz_loss_ptr, dx_ptr, x_row_stride, noise_row_stride, dx_row_stride, length, n_parts,
     part_rows, scale, K: tl.constexpr,
 ):  # fmt: skip
-    """A part of a sequence's rows; without sequences all rows are one."""
+    """A program has a part of the rows of a sequence. Without sequences, all rows are one."""
     HALVES: tl.constexpr = K.halves
     program = tl.program_id(0)
     sequence, part = program // n_parts, program % n_parts
@@ -73,7 +73,7 @@ def _route_gradient(
             slopes = with_all(slopes, x, ids, P, G, K)
         else:
             write_zeros(dx_ptr, dx_row_stride, row, here, of_each(0, tl.float32, K), K)
-        tl.debug_barrier()  # what all threads wrote there comes before the choices
+        tl.debug_barrier()  # all threads have written their experts before any writes the choices
         for h in tl.static_range(HALVES):
             at_ids = dx_ptr + row[:, None] * dx_row_stride + along_lanes(ids[h])
             tl.store(at_ids, slopes[h].to(dx_ptr.dtype.element_ty), mask=here[:, None] & (ids[h] >= 0))
@@ -84,8 +84,9 @@ def of_choices(
     x_ptr, noise_ptr, weights_ptr, indices_ptr, states_ptr, dweights_ptr, ddense_ptr, x_row_stride, noise_row_stride,
     row, here, scale, K: tl.constexpr,
 ):  # fmt: skip
-    """(ids [rows, LANES] of each half, what the weights' gradient gives their logits, what it takes from all experts:
-    that times their probability).
+    """(ids, slopes, inner): the choices [rows, LANES] of each half, and what the gradient of their weights gives.
+
+    slopes: the gradient of the choices' own logits. inner: what every expert of the row loses, times its probability.
     """
     HALVES: tl.constexpr = K.halves
     ids, given, weights = (), (), ()
@@ -131,14 +132,14 @@ def of_choices(
 
 @triton.jit
 def slopes_of_scores(x, ids, given, scale, K: tl.constexpr):
-    """What the gradient of weights that are sigmoid's or sqrtsoftplus' gives the logits of the choices."""
+    """The gradient of the choices' logits from that of their weights, for sigmoid and sqrtsoftplus."""
     HALVES: tl.constexpr = K.halves
     top = of_each(NEG_INF, tl.float32, K)
     if K.renormalize:
         for h in tl.static_range(HALVES):
             top = tl.maximum(top, tl.max(tl.where(ids[h] >= 0, x[h], NEG_INF), axis=1))
     else:
-        top = of_each(0, tl.float32, K)  # a score as it is
+        top = of_each(0, tl.float32, K)  # the factor of `score_beside` is 1
     total, mean = of_each(0, tl.float32, K), of_each(0, tl.float32, K)
     factor = of_each(0, tl.float32, K) + scale
     if K.renormalize:
@@ -158,7 +159,7 @@ def slopes_of_scores(x, ids, given, scale, K: tl.constexpr):
 
 @triton.jit
 def price_of(P, expert, on, K: tl.constexpr):
-    """The derivative of what is asked by the sum of an expert's probabilities."""
+    """The price of an expert: the derivative of the results by the sum of its probabilities."""
     price = tl.zeros(expert.shape, tl.float32)
     if P.dprob_sums_ptr is not None:
         price += tl.load(P.dprob_sums_ptr + expert, mask=on, other=0.0)
@@ -169,7 +170,7 @@ def price_of(P, expert, on, K: tl.constexpr):
 
 @triton.jit
 def prices_of(P, K: tl.constexpr):
-    """Those of all experts, tile by tile [stacked, 1, LANES]."""
+    """The prices of all experts, tile by tile [stacked, 1, LANES]."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     prices = ()
@@ -190,7 +191,7 @@ def prices_of_chunk(P, FIRST: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.co
 
 @triton.jit
 def of_all(tiles, prices, states_ptr, row, here, inner, of_z, K: tl.constexpr):
-    """What gives the gradient of every expert of these rows."""
+    """The Slopes of these rows, from which the gradient of every expert follows."""
     m = tl.load(states_ptr + row * K.states, mask=here, other=0.0)
     total = tl.load(states_ptr + row * K.states + 1, mask=here, other=0.0)
     lse = m + tl.log(tl.where(total > 0, total, 1.0))
@@ -211,7 +212,7 @@ def of_all(tiles, prices, states_ptr, row, here, inner, of_z, K: tl.constexpr):
 
 @triton.jit
 def slope_of(x, price, m, share, of_scores, of_p, mean, K: tl.constexpr):
-    """The gradient of an expert's logit, less what the weights give it by its choice; 0 of a row that is not routed."""
+    """The gradient of an expert's logit, without what its weight as a choice gives; 0 in a row that is not routed."""
     p = tl.exp(x - m) * share
     if K.by_softmax:
         slope = p * (price - mean + of_p)
@@ -222,7 +223,7 @@ def slope_of(x, price, m, share, of_scores, of_p, mean, K: tl.constexpr):
 
 @triton.jit
 def with_all(slopes, x, ids, P, G, K: tl.constexpr):
-    """The whole gradient of the choices."""
+    """The whole gradient of the choices: `slopes`, and what every expert gets."""
     HALVES: tl.constexpr = K.halves
     whole = ()
     for h in tl.static_range(HALVES):
@@ -236,7 +237,7 @@ def with_all(slopes, x, ids, P, G, K: tl.constexpr):
 
 @triton.jit
 def write_slopes(dx_ptr, dx_row_stride, tiles, prices, row, here, G, K: tl.constexpr):
-    """The gradient of all experts, less what the weights give by a choice."""
+    """Write the gradient of all experts, without what the weights give the choices."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     START: tl.constexpr = K.starts

@@ -1,8 +1,8 @@
-"""What a program adds up of its rows while it routes them, in registers: nothing is read a second time.
+"""The sums over a program's rows, held in registers while it routes them, so that no row is read twice.
 
-Of each tile of experts it holds a sum of probabilities and a count for every row of a turn, [stacked, rows, LANES], and
-of each row of a turn how often it was routed and its squares of m + log s. They are added up turn by turn, and over the
-rows of a turn at the end.
+A program routes K.rows rows at each turn. For each tile of experts it holds sums of probabilities and counts, [stacked,
+rows, LANES]: one for each place of a row in a turn. For each such place it also holds how many rows were routed, and
+the sum of their (m + log s) ** 2. Each turn adds to these numbers. At the end the places are added together.
 """
 
 import triton
@@ -14,7 +14,7 @@ from fused_softmax.ops.routing.kernels.sums import close, slots_of
 
 @triton.jit
 def nothing_held(K: tl.constexpr):
-    """(sums of probabilities of all tiles, counts of all tiles, rows that are routed, their squares), all 0."""
+    """(probabilities of all tiles, counts of all tiles, routed rows, squares): the sums before the first turn."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     probs, counts = (), ()
@@ -36,7 +36,7 @@ def zeros_of_chunk(DTYPE: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.conste
 
 @triton.jit
 def with_probs(held, tiles, m, total, of_scores, routed, K: tl.constexpr):
-    """What is held, with the probabilities and squares of rows that are routed.
+    """What is held, after adding the probabilities and squares of rows that are routed.
 
     Past the experts a logit is -inf, whose probability is 0.
     """
@@ -55,7 +55,7 @@ def with_probs(held, tiles, m, total, of_scores, routed, K: tl.constexpr):
 
 @triton.jit
 def with_choices(held, keys, last, last_id, routed, K: tl.constexpr):
-    """With the experts that rows chose: those whose keys do not come behind that of the last choice."""
+    """What is held, after counting the rows' choices: experts whose keys do not sort after the last choice's."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     START: tl.constexpr = K.starts
@@ -88,7 +88,10 @@ def with_choices_of_chunk(
 
 @triton.jit
 def with_ids(held, given_ptr, row, routed, K: tl.constexpr):
-    """With the experts that are given, -1 of none. Past those of a group stand others' numbers, which are not added."""
+    """What is held, after counting the experts that are given; -1 is none.
+
+    A lane past the end of a group has the number of an expert in the next one. It counts too, but is never added.
+    """
     probs, counts, n, squares = held
     for turn in range(K.k):
         id = tl.load(given_ptr + row * K.k + turn, mask=routed, other=-1).to(tl.int32)
@@ -120,7 +123,7 @@ def with_id_of_chunk(
 
 @triton.jit
 def add_held(held, sequence, n_parts, n_sequences, S, K: tl.constexpr):
-    """Add what is held of a program's rows to their sequence."""
+    """Add what is held of a program to the sums of its sequence."""
     N_CHUNKS: tl.constexpr = K.n_chunks
     CHUNKS: tl.constexpr = K.chunks
     START: tl.constexpr = K.starts
@@ -145,5 +148,5 @@ def add_chunk(
 
 @triton.jit
 def sums_of(p, count, other_p, other_count):
-    """Of two rows both at once, in half as many exchanges between warps."""
+    """The sums of two rows. Reducing both numbers at once takes half as many exchanges between warps."""
     return p + other_p, count + other_count

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-LANES = 32  # experts side by side, one for each thread of a warp: a row is reduced by one instruction of a warp
-LIST = 8  # tiles whose experts of one lane are a sorted list
-BESIDE = 3  # slots of a sequence beside those of its experts
+LANES = 32  # experts side by side, one for each thread of a warp: one instruction of a warp reduces them
+LIST = 8  # tiles from which a lane makes one sorted list
+BESIDE = 3  # slots of a sequence after those of its experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,17 +13,18 @@ class RouteSpec:
     """How a program routes its rows.
 
     rows: of a turn, each in one warp. A row lies in tiles [1, rows, LANES] of neighbouring experts; each group of
-        experts begins with a tile of its own. Up to LIST tiles are the lists of a chunk. Of a single row, chunks of as
-        many tiles are stacked, [stacked, 1, LANES], for the compiler has less to do then.
+        experts begins with a tile of its own. Up to LIST tiles are a chunk, from which each lane makes a list. If a
+        turn has one row, chunks of equally many tiles are stacked, [stacked, 1, LANES], so that the compiler has less
+        to do.
     packed: whether a key and its expert share 32 bits, so that one maximum finds both.
     of_scores: whether the choice compares scores, and not logits.
-    elsewhere: whether the greatest logit may not be chosen first.
-    totals: whether the sum of exp(x - m) of all experts is needed.
-    sums: whether rows are added up. held: in registers, while they are routed; else afterwards, in tiles of sum_rows x
-        sum_cols, and sum_ids choices at a time.
-    aligned: whether 8 divides the stride of rows, and vectors of them are read.
-    sequences: whether they are added up in sequences, each of which has a loss.
-    full: of a gradient, whether experts that were not chosen have one. priced: whether counts have a part in it.
+    elsewhere: whether the first choice may be another expert than that of the greatest logit.
+    totals: whether the sum of exp(x - m) over all experts is needed.
+    sums: whether rows are added up. held: whether registers hold the sums while rows are routed; else rows are added
+        afterwards, in tiles of sum_rows x sum_cols, and sum_ids choices at a time.
+    aligned: whether 8 divides the stride of rows, so that `add_rows` reads vectors.
+    sequences: whether rows are added up by sequences, each of which has a loss.
+    full: in the gradient, whether experts that were not chosen have one. priced: whether it depends on the counts.
     """
 
     n_experts: int
@@ -55,7 +56,7 @@ class RouteSpec:
 
     @property
     def compares_all(self) -> bool:
-        """Whether m is looked for apart from the choice."""
+        """Whether m is computed from all logits, and not taken from the first choice."""
         return self.elsewhere or self.totals
 
     @property
@@ -64,12 +65,12 @@ class RouteSpec:
 
     @property
     def half(self) -> float:
-        """The power of exp(x) that a score nearly is where x is far below 0."""
+        """The power: where x is far below 0, a score is nearly exp(x) ** half."""
         return 0.5 if self.score == "sqrtsoftplus" else 1.0
 
     @property
     def alone(self) -> bool:
-        """Whether weights are of the chosen experts alone, whatever the others' scores are."""
+        """Whether weights depend on the chosen experts' logits alone."""
         return self.by_softmax and (self.renormalize or not self.score_first)
 
     @property
@@ -87,7 +88,7 @@ class RouteSpec:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Of each chunk the first tile, how many are stacked, and its tiles of each."""
+        """Three numbers a chunk: its first tile, how many are stacked in it, and how many tiles each of these has."""
         return _chunks(self.n_tiles, self.rows == 1 and not self.grouped)
 
     @property
@@ -96,12 +97,15 @@ class RouteSpec:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Of each chunk where its tiles begin among all, in which those that are stacked are one."""
+        """Where each chunk's tiles begin in the tuple of all tiles. Tiles that are stacked are one element of it."""
         return tuple(sum(self.chunks[2 : 3 * c : 3]) for c in range(self.n_chunks))
 
     @property
     def lists(self) -> tuple[int, ...]:
-        """Of each chunk where its lists begin among all, and how long they are: nothing takes more than k of one."""
+        """Two numbers for each chunk: where its lists begin in the tuple of all, and how long they are.
+
+        Longer than k they need not be: no more is taken from one.
+        """
         found, at = [], 0
         for length in self.chunks[2::3]:
             found += [at, min(length, self.k)]
@@ -114,12 +118,12 @@ class RouteSpec:
 
     @property
     def halves(self) -> int:
-        """Tiles [rows, LANES] of chosen experts."""
+        """How many tiles [rows, LANES] the chosen experts take."""
         return -(-self.k // LANES)
 
     @property
     def states(self) -> int:
-        """Numbers of a row that are kept: m, the sum of exp(x - m), and that of its scores if these are others."""
+        """Numbers of a row that are stored: m, the sum of exp(x - m), and the sum of scores that are not softmax's."""
         return 2 if self.by_softmax else 3
 
 
@@ -137,9 +141,10 @@ def _chunks(n_tiles: int, stacks: bool) -> tuple[int, ...]:
 
 
 def _pairs(n: int) -> tuple[int, ...]:
-    """The places that a network compares to sort n values (Batcher, "Sorting networks and their applications", 1968).
+    """The pairs of places that a sorting network compares, for n values.
 
-    Less the pairs with a place from any other power of two on, it sorts as many.
+    Without the pairs that have a place from m on, it sorts the first m values. Batcher, "Sorting networks and their
+    applications", 1968.
     """
     found: list[int] = []
     p = 1
@@ -156,7 +161,7 @@ def _pairs(n: int) -> tuple[int, ...]:
 
 
 class Given(NamedTuple):
-    """A turn's rows, of which `on` are there: their numbers [rows], int64, and what they are read from."""
+    """A turn's rows: their numbers [rows], int64, and where they are read from. on: which of them exist."""
 
     x_ptr: Any
     noise_ptr: Any
@@ -169,11 +174,10 @@ class Given(NamedTuple):
 class Sums(NamedTuple):
     """Where programs add up their rows, and what the last of them writes.
 
-    slots, all_slots: int64, of each sequence and of all, 2 * n_experts + BESIDE: probabilities in units of 1 / unit,
-        counts, and what stands beside them. Without sequences there are no other slots than those of all.
-    squares: float32, of each program. balances: float64, of each sequence its loss.
-    shares: float32, of what a gradient needs: 1 / rows, 1 / sequences, and of each sequence
-        n_experts / (rows ** 2 * k).
+    slots_ptr, all_ptr: int64, 2 * n_experts + BESIDE for each sequence, and for all rows together: probabilities in
+        units of 1 / unit, counts, and the slots after those. Without sequences slots_ptr has those of all rows.
+    squares: float32, of each program. balances: float64, the loss of each sequence.
+    shares: float32, what a gradient needs: 1 / rows, 1 / sequences, and for each sequence n_experts / (rows ** 2 * k).
     of_sequences: int32 [n_sequences, n_experts], the counts of each.
     """
 
@@ -191,7 +195,7 @@ class Sums(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """What the price of an expert in a sequence follows from: aux is what a row that chose it counts."""
+    """What the price of an expert in a sequence is made of. aux: what each row that chose the expert adds to it."""
 
     dprob_sums_ptr: Any
     counts_ptr: Any
@@ -199,7 +203,7 @@ class Priced(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Of rows: m, 1 / s, 1 / the sum of scores, what p is multiplied by, and the mean price."""
+    """Of rows: m; share, 1 / s; of_scores, 1 / the sum of scores; of_p, a factor of p; mean, the mean price."""
 
     m: Any
     share: Any

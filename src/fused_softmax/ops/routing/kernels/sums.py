@@ -1,8 +1,9 @@
-"""What rows add up to: counts, probabilities and both losses, the same bits in whatever order programs end.
+"""What rows add up to: counts, probabilities and both losses, with the same bits in whatever order programs end.
 
-A program has held in registers what its rows add up to (`held.py`), or reads them again (`add_rows`). Programs add
-integers, which have no order: counts, and probabilities in units of 1 / unit. A ticket tells which program is the last
-of its sequence, and of all; it finishes the sums, and leaves the slots of all as they were, at 0.
+A program has its rows' sums in registers (`held.py`), or reads its rows again (`add_rows`). Programs add integers by
+atomics: counts, and probabilities in units of 1 / unit. The order of integers does not change their sum. A ticket tells
+which program is the last one of its sequence, and of all. It finishes the sums, and sets the slots of all rows back to
+0.
 """
 
 import triton
@@ -12,10 +13,10 @@ from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.routing.kernels import spec
 from fused_softmax.ops.routing.kernels.common import score_beside
 
-# Beside the slots of experts: rows that are routed, programs or sequences that are done, sequences with such a row.
+# Slots after those of experts: routed rows; programs, or sequences, that are done; sequences with a routed row.
 ROWS_AT, DONE_AT, SEQUENCES_AT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BESIDE = tl.constexpr(spec.BESIDE)
-ADDED = tl.constexpr(256)  # numbers of programs or sequences that are added at a time
+ADDED = tl.constexpr(256)  # programs, or sequences, whose numbers are added at a time
 
 
 @triton.jit
@@ -23,7 +24,7 @@ def add_rows(
     x_ptr, noise_ptr, indices_ptr, states_ptr, x_row_stride, noise_row_stride, first, end, sequence, n_parts,
     n_sequences, S, K: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows [first, end) of a sequence, whose states and indices this program has written."""
+    """Add the rows [first, end) of a sequence, of which this program has written the states and indices."""
     SUM_ROWS: tl.constexpr = K.sum_rows
     SUM_COLS: tl.constexpr = K.sum_cols
     slots_ptr = slots_of(sequence, S, K)
@@ -43,19 +44,19 @@ def add_rows(
 
 @triton.jit
 def slots_of(sequence, S, K: tl.constexpr):
-    """Of a sequence: probabilities and counts of all experts, and three numbers beside them."""
+    """The slots of a sequence: the probabilities of all experts, the counts of all experts, and BESIDE more."""
     return S.slots_ptr + sequence.to(tl.int64) * (2 * K.n_experts + BESIDE)
 
 
 @triton.jit
 def close(n, squares, sequence, n_parts, n_sequences, S, K: tl.constexpr):
-    """Add what stands beside the slots: a program's n routed rows and their squares. The last program finishes."""
+    """Add a program's n routed rows and their squares. The last program of the sequence finishes it."""
     slots_ptr = slots_of(sequence, S, K)
     beside_ptr = slots_ptr + 2 * K.n_experts
     tl.atomic_add(beside_ptr + ROWS_AT, n, sem="relaxed")
     if S.squares_ptr is not None:
         tl.store(S.squares_ptr + tl.program_id(0), squares)
-    tl.debug_barrier()  # whoever draws the ticket releases what all threads have added
+    tl.debug_barrier()  # the thread that draws the ticket releases what all threads have added
     if tl.atomic_add(beside_ptr + DONE_AT, 1, sem="acq_rel") == n_parts - 1:
         n = tl.load(beside_ptr + ROWS_AT, volatile=True)
         if K.sequences:
@@ -68,16 +69,14 @@ def close(n, squares, sequence, n_parts, n_sequences, S, K: tl.constexpr):
 
 @triton.jit
 def probs_of(x_ptr, noise_ptr, states_ptr, x_row_stride, noise_row_stride, at, end, expert, there, K: tl.constexpr):
-    """The probabilities of some experts of rows, [K.sum_rows, K.sum_cols]; 0 of a row that is not routed."""
+    """The probabilities of some experts of rows, [K.sum_rows, K.sum_cols]; 0 in rows that are not routed."""
     row = at + tl.arange(0, K.sum_rows)
     here = row < end
     m = tl.load(states_ptr + row * K.states, mask=here, other=0.0)
     total = tl.load(states_ptr + row * K.states + 1, mask=here, other=0.0)
     on = (here & (total > 0))[:, None] & there[None, :]
     if K.aligned:
-        x_row_stride = (
-            x_row_stride // 8 * 8
-        )  # the compiler knows nothing of it, for tiles are not to be read in vectors
+        x_row_stride = x_row_stride // 8 * 8  # the argument itself says nothing of this, lest `tiles_of` reads vectors
     x = tl.load(x_ptr + (row * x_row_stride)[:, None] + expert[None, :], mask=on, other=NEG_INF).to(tl.float32)
     if noise_ptr is not None:
         noise = tl.load(noise_ptr + (row * noise_row_stride)[:, None] + expert[None, :], mask=on, other=0.0)
@@ -93,7 +92,7 @@ def probs_of(x_ptr, noise_ptr, states_ptr, x_row_stride, noise_row_stride, at, e
 
 @triton.jit
 def counts_of(indices_ptr, first, end, block, K: tl.constexpr):
-    """How many choices of rows [first, end) are each of the experts from `block` on, int32 [K.sum_cols]."""
+    """How often the rows [first, end) have chosen each of the experts from `block` on, int32 [K.sum_cols]."""
     SUM_COLS: tl.constexpr = K.sum_cols
     counts = tl.zeros([SUM_COLS], tl.int32)
     for at in range(first * K.k, end * K.k, K.sum_ids):
@@ -105,7 +104,7 @@ def counts_of(indices_ptr, first, end, block, K: tl.constexpr):
 
 @triton.jit
 def routed_of(states_ptr, first, end, K: tl.constexpr):
-    """(how many of the rows [first, end) are routed, int64; the sum of their squares of m + log s)."""
+    """(how many of the rows [first, end) are routed, int64; the sum of their (m + log s) ** 2)."""
     SUM_ROWS: tl.constexpr = K.sum_rows
     n = tl.zeros([SUM_ROWS], tl.int64)
     squares = tl.zeros([SUM_ROWS], tl.float32)
@@ -121,14 +120,14 @@ def routed_of(states_ptr, first, end, K: tl.constexpr):
 
 @triton.jit
 def norm_of(n, K: tl.constexpr):
-    """n ** 2 * k / n_experts of n rows, float64, by which a sum of count * sum p is the loss; 1 of none."""
+    """n ** 2 * k / n_experts of n rows in float64, with n at least 1: the loss is the sum of count * sum p over it."""
     rows = tl.maximum(n, 1).to(tl.float64)
     return rows * rows * K.k / K.n_experts
 
 
 @triton.jit
 def added_in(slots_ptr, expert, K: tl.constexpr):
-    """What programs have added of some experts: probabilities in units, and counts."""
+    """What programs have added for some experts: probabilities in units, and counts."""
     there = expert < K.n_experts
     units = tl.load(slots_ptr + expert, mask=there, other=0, volatile=True)
     return units, tl.load(slots_ptr + K.n_experts + expert, mask=there, other=0, volatile=True)
@@ -136,7 +135,7 @@ def added_in(slots_ptr, expert, K: tl.constexpr):
 
 @triton.jit
 def finish_sequence(slots_ptr, sequence, n, n_sequences, S, K: tl.constexpr):
-    """Add a sequence of n rows to all. The last of these finishes them."""
+    """Add a sequence of n rows to the sums of all rows. The last sequence finishes these."""
     loss = tl.zeros([], tl.float64)
     for block in range(0, K.n_experts, K.sum_cols):
         expert = block + tl.arange(0, K.sum_cols)
@@ -166,7 +165,7 @@ def finish_sequence(slots_ptr, sequence, n, n_sequences, S, K: tl.constexpr):
 
 @triton.jit
 def finish_counts(slots_ptr, S, K: tl.constexpr):
-    """Write counts and sums of probabilities, leave 0 in their slots, and return the sum of count * sum p."""
+    """Write counts and sums of probabilities, set their slots to 0, and return the sum of count * sum p."""
     loss = tl.zeros([], tl.float64)
     for block in range(0, K.n_experts, K.sum_cols):
         expert = block + tl.arange(0, K.sum_cols)
@@ -183,7 +182,7 @@ def finish_counts(slots_ptr, S, K: tl.constexpr):
 
 @triton.jit
 def finish_losses(aux_loss, n, n_counted, slots_ptr, S, K: tl.constexpr):
-    """Write the losses of all n rows, of n_counted sequences, and leave 0 beside the slots."""
+    """Write the losses of all n rows, with n_counted sequences, and set the slots after those of experts to 0."""
     n_rows = tl.maximum(n, 1).to(tl.float64)
     if S.aux_loss_ptr is not None:
         tl.store(S.aux_loss_ptr, aux_loss.to(tl.float32))

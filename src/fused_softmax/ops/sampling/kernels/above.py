@@ -1,7 +1,7 @@
 """A token from the logits above a bound that follows from a row's maximum, as min-p's does, in two launches.
 
-The first launch, `_stretches`, leaves every stretch's state and the maximum of every lane's 32 logits. So the second
-knows the bound of a row, and which lanes have logits above it. It reads these lanes alone, in parts of a row.
+The first launch, `_stretches`, stores the state of each stretch and the maximum of each lane's 32 logits. So the second
+launch knows the bound of a row, and which lanes have logits above it. It reads these lanes alone, in parts of a row.
 """
 
 import triton
@@ -35,7 +35,7 @@ def _draw_above(
     temperature_ptr, min_p_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols, n_parts, temperature, min_p, seed_low,
     seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """The draw from what min-p, or nothing, leaves of a row: of K.part_stretches stretches by each program."""
+    """A program draws from K.part_stretches stretches of what min-p, or no filter, leaves of a row."""
     wait_for_launch_before(K.follows)
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
@@ -57,7 +57,7 @@ def _draw_above(
         lanes_ptr = scratch_at(scratch_ptr, draw, K.lanes_at, tl.int32, K) + stretch * LANES
         chosen = (order_of(top) >= F.least) & (top > NEG_INF)
         n_lanes = tl.minimum(K.part_stretches, tl.cdiv(n_cols, STRETCH) - stretch) * LANES
-        most = tl.sum(chosen.to(tl.int32)) * 2 > n_lanes  # then all lanes are read: a list takes longer
+        most = tl.sum(chosen.to(tl.int32)) * 2 > n_lanes  # then all lanes are read, which is faster than listing them
         n = list_lanes(lanes_ptr, chosen & (not most), stretch)
         n = tl.where(most, n_lanes, n)
         B = bounds_of_code(F.least.to(tl.int64) << COLUMN_BITS)
@@ -85,9 +85,9 @@ def _draw_above(
 
 @triton.jit
 def list_lanes(lanes_ptr, chosen, first):
-    """Lists the calls of the lanes that are chosen of stretches from `first` on, and says how many these are.
+    """List the calls of the chosen lanes, for stretches from `first` on. Returns how many there are.
 
-    chosen: [stretches, lanes]. One bit stands for each lane of a stretch, and a stretch lists its few one by one.
+    chosen: [stretches, lanes]. A stretch has a word with a bit for each lane, and lists its few lanes one by one.
     """
     marks = tl.sum(chosen.to(tl.int32) << tl.arange(0, LANES)[None, :], axis=1)
     n = ones_of(marks)

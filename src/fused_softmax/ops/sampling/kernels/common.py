@@ -17,14 +17,14 @@ LANES = tl.constexpr(32)
 QUARTER = tl.constexpr(256)
 STRETCH = tl.constexpr(1024)
 NO_COLUMN = tl.constexpr(2147483647)
-UNIT = tl.constexpr(1099511627776.0)  # 2 ** 40: what a weight of 1 counts in a sum of integers
+UNIT = tl.constexpr(1099511627776.0)  # 2 ** 40: a weight of 1 as an integer
 COLUMN_BITS, LAST_COLUMN = tl.constexpr(24), tl.constexpr(16777215)
 LOWEST = tl.constexpr(-2139095041)  # the order of -inf
 # As REACHED of ops/sampling/reference.py, and twice as far: fp32 numbers and weights have their own roundings.
 REACHED = tl.constexpr(1 - 2.0**-21)
 GROUPS, MEMBERS = tl.constexpr(0), tl.constexpr(1)  # streams of noise
 STREAMS = tl.constexpr(8)  # of a turn
-# A kernel's strides, of its tensors' first dims. Of a number in a tensor's place: how much more each draw has.
+# The strides of a kernel's tensors along their first dims; of a number in a tensor's place, what each draw adds to it.
 LOGITS, BIAS, BITMASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, POSITION, TOKENS, KEPT_BITS = (
     tl.constexpr(i) for i in range(11)
 )
@@ -40,7 +40,7 @@ def number_at(ptr, stride, number, draw):
 
 @triton.jit
 def integer_at(ptr, stride, low, high, draw):
-    """An int64 of a draw, or the number of two int32 halves and the stride times the draw."""
+    """An int64 of a draw: loaded, or made of two int32 halves, plus the stride times the draw."""
     if ptr is not None:
         return tl.load(ptr + draw * stride).to(tl.int64)
     else:
@@ -56,7 +56,7 @@ def scratch_at(scratch_ptr, draw, at: tl.constexpr, dtype: tl.constexpr, K: tl.c
 
 @triton.jit
 def row_of(rows_ptr, draw, n_rows):
-    """(the row of a draw, or 0, whether there is one)."""
+    """(the row of a draw, whether there is one); row 0 if there is none."""
     if rows_ptr is not None:
         row = tl.load(rows_ptr + draw).to(tl.int64)
         there = (row >= 0) & (row < n_rows)
@@ -70,7 +70,7 @@ def draw_of(
     logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols,
     temperature, seed_low, seed_high, position_low, position_high, draw, K: tl.constexpr,
 ):  # fmt: skip
-    """The row of a draw, and its numbers."""
+    """The Draw of this number."""
     row, there = row_of(rows_ptr, draw, n_rows)
     temperature = number_at(temperature_ptr, strides[TEMPERATURE], temperature, draw)
     seed = integer_at(seed_ptr, strides[SEED], seed_low, seed_high, draw)
@@ -86,7 +86,7 @@ def draw_of(
 
 @triton.jit
 def at_turn(D, turn):
-    """The same row, by the noise of another turn."""
+    """The same Draw, with the noise of another turn."""
     return Draw(
         D.ptr, D.bias_ptr, D.bitmask_ptr, D.n_cols, D.temperature, D.factor, D.seed, D.position, D.valid, turn
     )  # fmt: skip
@@ -94,7 +94,7 @@ def at_turn(D, turn):
 
 @triton.jit
 def factor_of(temperature):
-    """log2(e) / temperature, finite: a difference of 0 times it is 0."""
+    """log2(e) / temperature, never infinite, so that it gives 0 times a difference of 0."""
     factor = tl.full([], LOG2E, tl.float32) / tl.where(temperature > 0, temperature, 1.0)
     return tl.minimum(factor, GREATEST)
 
@@ -108,9 +108,9 @@ def can_be(temperature):
 def filters_of(
     top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K: tl.constexpr
 ):  # fmt: skip
-    """The filters of a draw; k is 1 for temperature 0, and p is 0 where a filter has no meaning.
+    """The Filters of a draw. k is 1 for temperature 0. p is 0 if a filter has a number that is not allowed.
 
-    p is so little less than top_p that a sum which misses it by rounding has reached it.
+    p is a little less than top_p, so that a sum that misses top_p by rounding has reached it.
     """
     p = number_at(top_p_ptr, strides[TOP_P], top_p, draw)
     least_p = number_at(min_p_ptr, strides[MIN_P], min_p, draw)
@@ -125,9 +125,9 @@ def filters_of(
 
 @triton.jit
 def order_of_share(p, m, D, K: tl.constexpr):
-    """The order of the least logit that is at least p times as likely as m, the greatest."""
+    """The order of the least logit that is at least p times as likely as the greatest one, m."""
     z = log2_of(p, K)
-    # What the approximate logarithm leaves of log2 p is as good as linear.
+    # The approximate logarithm misses log2 p by so little that a linear term corrects it.
     log_p = (z.to(tl.float64) + (p * tl.exp2(-z) - 1.0) * LOG2E) * LN2
     least = m.to(tl.float64) + log_p * D.temperature
     x = least.to(tl.float32)
@@ -142,15 +142,17 @@ def calls_of(stretch, K: tl.constexpr):
 
 @triton.jit
 def column_of(call, quarter):
-    """The first of the 8 columns that the lane of a call has in a quarter of its stretch."""
+    """The first of the 8 columns that a call's lane has in a quarter of its stretch."""
     return call // LANES * STRETCH + quarter * QUARTER + call % LANES * 8
 
 
 @triton.jit
 def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False, PASSING: tl.constexpr = False):
-    """x [lanes, 8]: the logits of 8 columns from `first` on in fp32, biased; -inf where the bitmask has 0, or past
-    the row. there: which lanes there are. WHOLE: all there are, within the row. PASSING: with
-    WHOLE, they leave to the L2 cache what else it has, such as the code and the scratch of later launches.
+    """x [lanes, 8]: 8 logits from `first` on in fp32, with their bias; -inf past the row, or where the bitmask has 0.
+
+    there: which lanes there are. WHOLE: whether all lanes are there, and lie within the row. PASSING: with WHOLE,
+    whether L2 is to drop these logits first, and to keep what else it has, such as the code and the scratch of later
+    launches.
     """
     cols = first[:, None] + tl.arange(0, 8)[None, :]
     if WHOLE:
@@ -167,7 +169,7 @@ def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False, PAS
             x = tl.where((bits[:, None] >> tl.arange(0, 8)[None, :]) & 1 == 1, x, NEG_INF)
         return x
     else:
-        # A bound of whole groups leaves accesses of 16 bytes.
+        # A bound in whole groups allows accesses of 16 bytes.
         if K.whole_groups:
             on = (there & (first < D.n_cols))[:, None] & (tl.arange(0, 8) >= 0)[None, :]
         else:
@@ -185,19 +187,19 @@ def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False, PAS
 
 @triton.jit
 def log_of_prob(p):
-    """The logit of a probability; NaN where it is inf, as where it is negative or NaN."""
+    """The logit of a probability; NaN if it is inf, negative or NaN."""
     return tl.log(tl.where(p < INF, p, float("nan")))
 
 
 @triton.jit
 def score_at(x, D, origin):
-    """z of logits."""
+    """z of logits, from an origin."""
     return (x - origin) * D.factor
 
 
 @triton.jit
 def weight_at(x, m, D):
-    """2 ** z of logits of which m is the maximum: 1 where they are m, 0 where they are -inf, NaN by NaN and inf."""
+    """2 ** z of logits, from their maximum m: 1 at m, 0 at -inf. A NaN or an inf gives NaN."""
     return tl.exp2((x - tl.where(m == NEG_INF, 0.0, m)) * D.factor)
 
 
@@ -211,7 +213,7 @@ def log2_of(x, K: tl.constexpr):
 
 @triton.jit
 def noise_of(word, all_words, K: tl.constexpr):
-    """-log2(-log2(1 - u)) of a word and the xor of all four words of its call: `noise` has u."""
+    """-log2(-log2(1 - u)), from a word and the xor of all four words of its call: `noise` says what u is."""
     u = word.to(tl.float32) * 2.3283064365386963e-10 + (all_words ^ word).to(tl.float32) * 5.421010862427522e-20
     u = tl.minimum(u + 2.710505431213761e-20, 0.99999994)
     near_0 = u * (1.4426950408889634 + u * (0.7213475204444817 + u * (0.4808983469629878 + u * 0.36067376022224085)))
@@ -220,13 +222,13 @@ def noise_of(word, all_words, K: tl.constexpr):
 
 @triton.jit
 def words_of(D, counter, STREAM: tl.constexpr):
-    """Four words for each of the counters."""
+    """Four words of noise for each counter."""
     return words_of_turns(D, counter, D.turn, STREAM)
 
 
 @triton.jit
 def words_of_turns(D, counter, turn, STREAM: tl.constexpr):
-    """Four words for each of the counters, each in a turn of its own."""
+    """Four words of noise for each counter, at a turn of its own."""
     c0 = counter.to(tl.uint32)
     zero = c0 * 0
     stream = zero + turn * STREAMS + STREAM
@@ -247,7 +249,7 @@ def sum_of_8(x):
 
 @triton.jit
 def max_of_8(x):
-    """The greatest of rows of 8; NaN of a row that has one, which a reduction leaves out."""
+    """The maxima of rows of 8; NaN if a row has one. A reduction would pass over it."""
     L: tl.constexpr = x.shape[0]
     a, b = tl.split(x.reshape(L, 4, 2))
     a, b = tl.split(tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL).reshape(L, 2, 2))
@@ -257,10 +259,10 @@ def max_of_8(x):
 
 @triton.jit
 def sums_of(a, b, K: tl.constexpr):
-    """The sums of both, by one exchange between warps."""
+    """The sums of a and b, by one exchange between warps."""
     if K.ptx:
         return tl.reduce((a, b), None, add_pairs)
-    else:  # the interpreter takes long for a reduction that it does not know
+    else:  # the interpreter is slow at reductions that it does not know
         return tl.sum(a), tl.sum(b)
 
 
@@ -271,7 +273,7 @@ def add_pairs(a, b, c, d):
 
 @triton.jit
 def key_of(score, group):
-    """One int64 that orders scores, and of equal ones the lower group first; above 0."""
+    """int64 keys above 0 that sort as scores do. Of equal scores, the lower group has the greater key."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True).to(tl.int64)
     return (ordered << 31) | (2147483647 - group).to(tl.int64)
@@ -290,44 +292,44 @@ def group_of(key):
 
 @triton.jit
 def order_of(x):
-    """int32 in the order of fp32 numbers."""
+    """int32 orders, which sort as fp32 numbers do."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(order):
-    """The number of an order."""
+    """The number that has this order."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def whole_grains(low, high, K: tl.constexpr):
-    """Orders from low to high, and as few more as make whole grains: numbers of 16 bits have one order in each."""
+    """The orders low and high, moved apart to whole grains. A 16-bit number is alone in its grain."""
     return low >> K.grain_bits << K.grain_bits, (high + K.grain - 1) >> K.grain_bits << K.grain_bits
 
 
 @triton.jit
 def middle_of(low, high, K: tl.constexpr):
-    """Whole grains between whole grains."""
+    """The middle of whole grains low and high, a whole grain too."""
     return low + ((high - low) >> K.grain_bits >> 1 << K.grain_bits)
 
 
 @triton.jit
 def code_of(x, cols):
-    """int64 by which logits stand in the order of filters: by value, of equal ones the lower column first."""
+    """int64 codes that sort as filters order logits: by value. Of equal ones the lower column has the greater code."""
     return (order_of(x).to(tl.int64) << COLUMN_BITS) | (LAST_COLUMN - cols)
 
 
 @triton.jit
 def kept_of(x, cols, B):
-    """Which logits are within bounds."""
+    """Which logits are within the bounds B."""
     return x >= tl.where(cols <= B.col, B.x, B.above)
 
 
 @triton.jit
 def member_of(D, group, origin, K: tl.constexpr, B=None):
-    """The column that is drawn of a group, of what is within the bounds B, if there are any."""
+    """The column that is drawn from a group; from those within the bounds B, if there are any."""
     cols = group * 8 + tl.arange(0, 8)
     x = tl.reshape(logits_of(D, group * 8 + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), K), [8])
     if B is not None:
@@ -351,7 +353,7 @@ def survey(D, K: tl.constexpr):
         call = calls_of(stretch, K)
         for quarter in range(4):
             first = column_of(call, quarter)
-            # 0.0: a pass of Triton's compiler takes a maximum of what was just read for another case, and fails.
+            # + 0.0: a pass of Triton's compiler fails on the maximum of a fresh load, which it takes for another case.
             x = logits_of(D, first, call >= 0, K) + 0.0
             cols = first[:, None] + tl.arange(0, 8)[None, :]
             m = tl.maximum(m, tl.max(x, axis=1))
@@ -363,16 +365,19 @@ def survey(D, K: tl.constexpr):
 
 @triton.jit
 def bounds_of_code(code):
-    """All that lies from a code on; -inf never does."""
+    """The Bounds of all logits whose code is at least this. -inf is never within."""
     order = (code >> COLUMN_BITS).to(tl.int32)
     col = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
-    above = tl.maximum(value_of(order + 1), -GREATEST, propagate_nan=tl.PropagateNan.ALL)  # above inf is nothing
+    above = tl.maximum(value_of(order + 1), -GREATEST, propagate_nan=tl.PropagateNan.ALL)  # nothing is above inf
     return Bounds(tl.maximum(value_of(order), -GREATEST), above, col)
 
 
 @triton.jit
 def take_kept(x, first, there, word, all_words, D, m, B, kept_ptr, K: tl.constexpr):
-    """(keys, masses in units) of groups, of what is within bounds; a byte of bits for each group to kept_ptr."""
+    """(keys, masses in units) of groups, from what is within the bounds B.
+
+    kept_ptr gets a byte of bits for each group.
+    """
     kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B)
     if kept_ptr is not None:
         byte = tl.sum(kept.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
@@ -384,7 +389,7 @@ def take_kept(x, first, there, word, all_words, D, m, B, kept_ptr, K: tl.constex
 
 @triton.jit
 def logprob_of(token, mass, D, m, K: tl.constexpr):
-    """log p of a token where what is kept has a mass, in units."""
+    """log p of a token. mass: of all that is kept, in units."""
     x = logits_of(D, (token // 8 * 8).to(tl.int32) + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), K)
     x = tl.max(tl.where(token // 8 * 8 + tl.arange(0, 8)[None, :] == token, x, NEG_INF))
     return (score_at(x, D, m) - log2_of(mass.to(tl.float32) / UNIT, K)) * LN2

@@ -1,11 +1,11 @@
 """Draws first, and judges afterwards: a token of a filtered row without the filter's boundary.
 
-Every lane of a row is a Poisson process whose rate is its weight: its first arrival is what an unfiltered draw races
-by, and the least of all arrivals is that draw. Arrivals in the order of time are independent draws from the row
-(Kingman, "Poisson Processes", 1993, superposition and marking). The first one that the filters keep is a draw from what
-they keep: rejection sampling. min-p judges it by its own logit, top-p and top-k by what lies above it in the row, which
-one more read sums for all candidates at once. A candidate below one that was rejected is rejected too, so only those
-above all earlier ones, the records, are judged.
+Each lane of a row is a Poisson process whose rate is the lane's weight. An unfiltered draw takes the earliest of the
+lanes' first arrivals. All arrivals in the order of time are independent draws from the row (Kingman, "Poisson
+Processes", 1993, superposition and marking). The first one that the filters keep is a draw from what they keep:
+rejection sampling. min-p judges an arrival by its own logit. top-p and top-k judge it by what lies above it in the row,
+and one more read of the row sums that for all candidates at once. A candidate below one that was rejected is rejected
+too. So only the records are judged: candidates above all earlier ones.
 """
 
 import triton
@@ -65,9 +65,9 @@ from fused_softmax.ops.sampling.kernels.row import (
     row_state,
 )
 
-ARRIVALS, RECORDS = tl.constexpr(8), tl.constexpr(4)  # that are drawn, and that are judged, before a row is read again
-RETRIES = tl.constexpr(16)  # of a row whose candidates were all rejected, before its boundary is found
-CODES, MASSES, COUNTS = tl.constexpr(12), tl.constexpr(16), tl.constexpr(20)  # of the records, where a row's record is
+ARRIVALS, RECORDS = tl.constexpr(8), tl.constexpr(4)  # drawn, and judged, before a row is read again
+RETRIES = tl.constexpr(16)  # draws from a row whose candidates were all rejected, before its boundary is sought
+CODES, MASSES, COUNTS = tl.constexpr(12), tl.constexpr(16), tl.constexpr(20)  # where these of the records begin
 NO_CODE = tl.constexpr(9223372036854775807)
 
 
@@ -79,7 +79,7 @@ def _propose(
     top_p_ptr, min_p_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols, temperature, top_k, top_p, min_p, seed_low,
     seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """The first arrivals of a row by one program, and what is left to `_decide`."""
+    """A program finds a row's first arrivals, and leaves the rest to `_decide`."""
     draw = tl.program_id(0).to(tl.int64)
     D = draw_of(
         logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols,
@@ -104,10 +104,10 @@ def _propose(
 
 @triton.jit
 def propose(scratch_ptr, draw, D, F, K: tl.constexpr):
-    """The token of a row that can be drawn from; or 0, and its record says what is open."""
+    """The token of a row that can be drawn from; or 0, and the scratch says what is open."""
     token = tl.zeros([], tl.int64)
     record_ptr = scratch_ptr + draw * K.scratch
-    # The greatest logit alone has the mass that top-p asks for.
+    # Otherwise the greatest logit alone has the mass that top-p asks for.
     if (D.temperature > 0) & (mass_of(F) > UNIT):
         rejects = (F.k > 0) | (F.p < 1)
         tl.store(record_ptr + TOP, order_of(F.m).to(tl.int64))
@@ -124,7 +124,7 @@ def propose(scratch_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit
 def greatest_of(scratch_ptr, draw, D, F, K: tl.constexpr):
-    """The first column of a row's maximum, which is in the first stretch that has it."""
+    """The first column of a row's maximum. It is in the first stretch that has this maximum."""
     at = tl.arange(0, K.all_stretches)
     maxima_ptr = scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K)
     maxima = tl.load(maxima_ptr + at, mask=at < tl.cdiv(D.n_cols, STRETCH), other=NEG_INF)
@@ -141,9 +141,10 @@ def greatest_of(scratch_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit
 def candidates_of(scratch_ptr, draw, D, F, K: tl.constexpr):
-    """[ARRIVALS] the codes of a row's first arrivals, in the order of time; lower ones than any logit's past the last.
+    """[ARRIVALS]: the codes of a row's first arrivals, in the order of time.
 
-    The lanes of the first arrivals are among those whose own first arrivals are the earliest, as many as candidates.
+    They are all in the ARRIVALS lanes whose own first arrivals are the earliest. Past the last one, codes are below any
+    logit's.
     """
     call, there = earliest_lanes(scratch_ptr, draw, D, F, K)
     n = tl.arange(0, ARRIVALS)
@@ -158,7 +159,7 @@ def candidates_of(scratch_ptr, draw, D, F, K: tl.constexpr):
         score = log2_of(s, K)[:, None] + noise_of(words[quarter], all_words, K)
         group = tl.where(score > best, first[:, None] // 8, group)
         best = tl.maximum(score, best)
-    # After an arrival a process begins anew, so what is between two is distributed like the time of the first.
+    # After an arrival a process begins anew, so the time to the next one is distributed as the time of the first.
     time = tl.reshape(tl.cumsum(tl.exp2(-best), axis=1), [ARRIVALS * ARRIVALS])
     j, there = greatest(-time, tl.arange(0, ARRIVALS * ARRIVALS))
     group = tl.gather(tl.reshape(group, [ARRIVALS * ARRIVALS]), j, 0)
@@ -175,7 +176,7 @@ def candidates_of(scratch_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit
 def earliest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
-    """(calls [ARRIVALS] of the lanes whose first arrivals are the earliest of a row, whether there is such a one)."""
+    """(calls [ARRIVALS] of the lanes of a row with the earliest first arrivals, which of these exist)."""
     n_stretches = tl.cdiv(D.n_cols, STRETCH)
     at = tl.arange(0, K.all_stretches)
     on = at < n_stretches
@@ -185,7 +186,7 @@ def earliest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
     maxima = tl.load(maxima_ptr + at, mask=on, other=NEG_INF)
     bests = tl.load(bests_ptr + at, mask=on, other=NEG_INF)
     stretch, there = greatest(in_row(bests, maxima, D, F), at)
-    # The lanes that are sought are in the stretches whose own best are.
+    # These lanes are in the ARRIVALS stretches whose best scores are the greatest.
     call = stretch[:, None] * LANES + tl.arange(0, LANES)[None, :]
     maxima = tl.load(maxima_ptr + stretch, mask=there, other=NEG_INF)
     scores = tl.load(scores_ptr + call, mask=there[:, None], other=NEG_INF)
@@ -195,15 +196,15 @@ def earliest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit
 def in_row(score, maximum, D, F):
-    """Scores by the row's maximum, of scores by that of their stretch."""
+    """Scores relative to the row's maximum, from scores relative to that of their stretch."""
     return tl.where(maximum > NEG_INF, score + score_at(maximum, D, F.m), NEG_INF)
 
 
 @triton.jit
 def greatest(score, at):
-    """(which are the ARRIVALS greatest of scores, the greatest first, and 0 past the last; whether there is one).
+    """(the numbers of the ARRIVALS greatest scores, the greatest first, 0 past the last; which of these exist).
 
-    at: numbers of the scores. Of equal ones the lowest number comes first.
+    at: the numbers of the scores. Of equal scores the lowest number comes first.
     """
     i = tl.arange(0, ARRIVALS)
     order = order_of(score)
@@ -219,14 +220,14 @@ def greatest(score, at):
 
 @triton.jit
 def open_draw(record_ptr, code, D, F, K: tl.constexpr):
-    """Leaves to `_decide` the records among the candidates, in ascending order."""
+    """Leave the records among the candidates to `_decide`, in ascending order."""
     i = tl.arange(0, ARRIVALS)
     may = (code >> COLUMN_BITS) >= tl.maximum(F.least, LOWEST + 1)
     below = (i[None, :] >= i[:, None]) | (code[None, :] < code[:, None]) | (may.to(tl.int32) == 0)[None, :]
     is_record = may & (tl.min(below.to(tl.int32), axis=1) > 0)
     ones = is_record.to(tl.int32)
     place = tl.cumsum(ones, axis=0) - ones
-    # Columns of a record's own group that come before it: `_decide` does not look within that group.
+    # Equal logits before a record in its own group are counted here: `_decide` does not tell them apart.
     x = value_of((code >> COLUMN_BITS).to(tl.int32))
     col = ((code & LAST_COLUMN) ^ LAST_COLUMN).to(tl.int32)
     cols = (col // 8 * 8)[:, None] + tl.arange(0, 8)[None, :]
@@ -253,9 +254,10 @@ def _decide(
     top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols, n_parts, part_stretches,
     temperature, top_k, top_p, min_p, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """A part of an open row: what lies above its candidates, or a draw from what lies above a known boundary.
+    """A program has a part of an open row.
 
-    The part that arrives last writes the token: nobody waits.
+    It sums what lies above the candidates, or draws from what lies above a known boundary. The part that arrives last
+    writes the token. No part waits.
     """
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
@@ -304,7 +306,7 @@ def _decide(
 
 @triton.jit
 def add_above(record_ptr, tops_ptr, start, end, D, m, K: tl.constexpr):
-    """Adds to the records what a part of the row has above each: masses, and with top-k how many."""
+    """Add the mass that a part of the row has above each record; with top-k also how many logits."""
     L: tl.constexpr = K.stretches * LANES
     code_0, code_1 = tl.load(record_ptr + CODES), tl.load(record_ptr + CODES + 1)
     code_2, code_3 = tl.load(record_ptr + CODES + 2), tl.load(record_ptr + CODES + 3)
@@ -349,9 +351,9 @@ def add_above(record_ptr, tops_ptr, start, end, D, m, K: tl.constexpr):
 
 @triton.jit
 def with_above(x, w, first, code, s, n, K: tl.constexpr):
-    """(s, n) of each lane with the weights, and the number, of what its group has above a code.
+    """(s, n) of each lane after adding the weights, and the number, of its group's logits above a code.
 
-    Of the code's own group, equal logits are counted elsewhere: those before it are few, and known.
+    Logits equal to the code's in its own group are not added: `open_draw` has counted those that come before it.
     """
     B = bounds_of_code(code)
     least = tl.where(code == NO_CODE, INF, tl.where(first + 7 < B.col, B.x, B.above))
@@ -371,11 +373,11 @@ def add_one(record_ptr, i, mass, n, K: tl.constexpr):
 
 @triton.jit
 def first_kept(record_ptr, F, K: tl.constexpr):
-    """(the column of the first record that top-k and top-p keep, or -1; the code of the last that they do not)."""
+    """(the column of the first record that top-k and top-p keep, or -1; the greatest code among the records)."""
     i = tl.arange(0, RECORDS)
     code = tl.load(record_ptr + CODES + i)
     there = code != NO_CODE
-    # By atomics, for what was added is not in the multiprocessor's own cache.
+    # Read by atomics: the multiprocessor's own cache does not have what other programs added.
     mass = tl.atomic_add(record_ptr + MASSES + i, tl.zeros([RECORDS], tl.int64), sem="relaxed")
     kept = there & (mass.to(tl.float64) < mass_of(F))
     if K.counted:
@@ -388,13 +390,13 @@ def first_kept(record_ptr, F, K: tl.constexpr):
 
 @triton.jit
 def mass_of(F):
-    """What top-p lets lie above a column that it keeps, less than this."""
+    """top-p keeps a column if less than this mass lies above it."""
     return tl.where(F.p < 1, F.p.to(tl.float64) * F.total.to(tl.float64), INF)
 
 
 @triton.jit
 def count_of(F):
-    """How many columns top-k lets lie above a column that it keeps, less than this."""
+    """top-k keeps a column if fewer columns than this lie above it."""
     return tl.where(F.k > 0, F.k, NO_CODE)
 
 
@@ -406,11 +408,11 @@ def _redraw(
     min_p_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols, temperature, top_k, top_p, min_p, seed_low, seed_high,
     position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row whose candidates were all rejected, by one program: draws above the last one, until one is
-    kept.
+    """A program draws the token of a row whose candidates were all rejected.
 
-    A read says what lies above the last candidate, and draws the next one of it, by noise of its own. Each leaves half
-    of what was to be rejected, on average.
+    It draws above the last candidate until a draw is kept. Each read of the row sums what lies above the last
+    candidate, and draws the next one from it, with noise of its own. On average a draw leaves half of what was to be
+    rejected.
     """
     wait_for_launch_before(K.follows)
     draw = tl.program_id(0).to(tl.int64)
@@ -429,7 +431,7 @@ def _redraw(
             at = at_turn(D, ARRIVALS + turn)
             least = tl.maximum(cut + 1, F.least.to(tl.int64) << COLUMN_BITS)
             if turn == RETRIES:
-                tl.debug_barrier()  # what is called writes shared memory
+                tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
                 least = least_in_row(D, F, K)
                 tl.debug_barrier()
             B = bounds_of_code(least)

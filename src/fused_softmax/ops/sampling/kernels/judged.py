@@ -1,6 +1,7 @@
-"""What filters keep of rows, without a draw: a row's record then has where it ends, its mass and the row's maximum.
+"""What filters keep of rows, without a draw.
 
-These say all of a row's distribution: `share_of` and `shares_at` give it. They are LEAST, KEPT and TOP of `row`.
+A row's record then has the code of the last kept logit, the mass of all that is kept, and the row's maximum: LEAST,
+KEPT and TOP of `row`. They determine the row's distribution, which `share_of` and `shares_at` give.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ from fused_softmax.ops.sampling.kernels.wide import open_row
 
 
 class Judged(NamedTuple):
-    """A row D, its maximum m, the bounds B of what is kept, and what a weight counts of the sum of these."""
+    """A row D, its maximum m, the bounds B of what is kept, and the probability `share` of a weight of 1."""
 
     D: Any
     m: Any
@@ -64,7 +65,7 @@ def _judge(
     scratch_ptr, logits_ptr, valid_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr,
     min_p_ptr, strides, n_rows, n_cols, temperature, top_k, top_p, min_p, K: tl.constexpr,
 ):  # fmt: skip
-    """The record of a row, from the lanes of the greatest maxima; or what the launches after it need."""
+    """A program makes the record of a row from the lanes of the greatest maxima, or leaves it to later launches."""
     draw = tl.program_id(0).to(tl.int64)
     D = draw_of(
         logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, None, None, strides, n_rows, n_cols, temperature,
@@ -93,7 +94,7 @@ def _judge(
             known = tl.zeros([], tl.int32) > 0
             if K.ranked:
                 least, mass, known = judged(scratch_ptr, draw, D, F, K)
-            else:  # all from min-p's bound on
+            else:  # min-p keeps all logits from its bound on
                 tl.store(record_ptr + STATUS, DRAW_ONLY)
                 tl.store(record_ptr + LEAST, F.least.to(tl.int64) << COLUMN_BITS)
                 tl.store(record_ptr + TOP, order_of(m).to(tl.int64))
@@ -107,16 +108,17 @@ def _judge(
 
 @triton.jit
 def bounds_of_odd(D, F, valid, K: tl.constexpr):
-    """(the code of the last logit that is kept, whether the row is not NaN) of a row that has a NaN, an inf or nothing.
+    """(the code of the last kept logit, whether the row is not NaN) of a row that has a NaN or an inf, or -inf alone.
 
-    top-k takes an inf for any logit. Beside one, nothing else has a probability.
+    top-k counts an inf as any other logit. Other filters keep nothing beside an inf, because nothing else has a
+    probability.
     """
     _, n_inf, at_inf, n_nan = survey(D, K)
     least = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
     valid &= n_nan == 0
     if K.counted:
         if (F.k > 0) & (n_nan == 0):
-            tl.debug_barrier()  # what is called writes shared memory
+            tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
             least = least_in_row(D, F, K)
     else:
         valid &= n_inf <= 1
@@ -127,14 +129,14 @@ def bounds_of_odd(D, F, valid, K: tl.constexpr):
 
 @triton.jit
 def judged(scratch_ptr, draw, D, F, K: tl.constexpr):
-    """(the code of the last logit that is kept, the mass of all, whether they are known)."""
+    """(the code of the last kept logit, the mass of all that is kept, whether they are known)."""
     top = lane_maxima(scratch_ptr, draw, D, K)
     least, mass = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     enough, near, known = F.k < 0, F.k < 0, tl.zeros([], tl.int32)
     if not is_far(top, D, F, K):
         least, mass, enough, near, known = judged_among(top, None, scratch_ptr, draw, D, F, K)
     if not enough:
-        tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
+        tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
         if K.wide:
             if near:
                 least, mass, enough = judged_among_more(known, scratch_ptr, draw, D, F, K)
@@ -150,7 +152,10 @@ def judged(scratch_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit(noinline=True)
 def judged_among_more(known, scratch_ptr, draw, D, F, K: tl.constexpr):
-    """As `judged_among`, of twice as many lanes. All that is kept from the order `known` on was looked at before."""
+    """`judged_among` with twice as many lanes.
+
+    known: an order. Logits from it on were looked at before, and the filters do not end among them.
+    """
     MORE: tl.constexpr = K.more
     top = lane_maxima(scratch_ptr, draw, D, K)
     least, mass, enough, _, _ = judged_among(top, known, scratch_ptr, draw, D, F, MORE)
@@ -159,8 +164,10 @@ def judged_among_more(known, scratch_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit
 def judged_among(top, cut, scratch_ptr, draw, D, F, K: tl.constexpr):
-    """(the code of the last logit that is kept, the mass of all; whether all that decides them is known; or else is
-    near; the order from which on it is known), of K.capacity lanes.
+    """Judge a row by K.capacity lanes.
+
+    Returns (the code of the last kept logit, the mass of all that is kept, whether they are known, whether twice as
+    many lanes may tell, the order from which on all logits are known).
     """
     call, known = greatest_lanes(top, D, F, K)
     there = call >= 0
@@ -180,7 +187,7 @@ def judged_among(top, cut, scratch_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit
 def mass_within(x, first, D, m, B):
-    """The mass of each group of what is within bounds, in units."""
+    """The mass, in units, of each group's logits within the bounds."""
     kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B)
     return (sum_of_8(tl.where(kept, weight_at(x, m, D), 0.0)) * UNIT).to(tl.int64)
 
@@ -190,7 +197,7 @@ def _sum_kept(
     scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, n_parts,
     part_stretches, temperature, K: tl.constexpr,
 ):  # fmt: skip
-    """Adds the mass of a part of an open row to its record; a lane whose maximum is not kept is not read."""
+    """Add the kept mass of a part of an open row to its record. A lane whose maximum is not kept is not read."""
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     program = tl.program_id(0)
@@ -220,7 +227,7 @@ def _sum_kept(
 def _write_kept(
     scratch_ptr, valid_ptr, logits_ptr, y_ptr, strides, n_rows, n_cols, n_parts, part_stretches, K: tl.constexpr
 ):  # fmt: skip
-    """A part of a row as it is where it is kept, and -inf elsewhere; NaN if the row is."""
+    """Write a part of a row: logits that are kept, and -inf elsewhere; NaN if the row is NaN."""
     wait_for_launch_before(K.follows)
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
@@ -245,7 +252,7 @@ def _write_kept(
 
 @triton.jit
 def judged_row(D, scratch_ptr, draw, K: tl.constexpr):
-    """A row whose record is known."""
+    """The Judged row of a record that is known."""
     record_ptr = scratch_ptr + draw * K.scratch
     m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
     return Judged(D, m, bounds_of_code(tl.load(record_ptr + LEAST)), share_of_unit(tl.load(record_ptr + KEPT)))
@@ -253,13 +260,13 @@ def judged_row(D, scratch_ptr, draw, K: tl.constexpr):
 
 @triton.jit
 def share_of_unit(kept):
-    """What a weight of 1 counts of a mass in units."""
+    """The probability of a weight of 1, from the mass of all that is kept."""
     return (tl.full([], UNIT, tl.float64) / kept.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def share_of(J, first, there, K: tl.constexpr):
-    """The probabilities [lanes, 8] of groups of a judged row; 0 past its end, and where `there` is not."""
+    """The probabilities [lanes, 8] of groups of a judged row; 0 past its end, and where not `there`."""
     x = logits_of(J.D, first, there, K)
     kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], J.B)
     return tl.where(kept, share_at(x, J.m, J.D.factor) * J.share, 0.0)
@@ -273,7 +280,7 @@ def share_at(x, m, factor):
 
 @triton.jit
 def shares_at(scratch_ptr, draws, x, cols, temperature, on, K: tl.constexpr):
-    """The probabilities of one logit of each of several rows, `on` those that are judged."""
+    """The probability of one logit in each of several judged rows; 0 where not `on`."""
     record_ptr = scratch_ptr + draws * K.scratch
     m = value_of(tl.load(record_ptr + TOP, mask=on, other=0).to(tl.int32))
     least, kept = tl.load(record_ptr + LEAST, mask=on, other=0), tl.load(record_ptr + KEPT, mask=on, other=1)
@@ -283,7 +290,7 @@ def shares_at(scratch_ptr, draws, x, cols, temperature, on, K: tl.constexpr):
 
 @triton.jit
 def log_shares_at(scratch_ptr, draws, x, cols, temperature, on, K: tl.constexpr):
-    """Their logarithms, also where float32 has no such probability."""
+    """The logarithms of `shares_at`, also of probabilities that are too small for float32."""
     record_ptr = scratch_ptr + draws * K.scratch
     m = value_of(tl.load(record_ptr + TOP, mask=on, other=0).to(tl.int32))
     least, kept = tl.load(record_ptr + LEAST, mask=on, other=0), tl.load(record_ptr + KEPT, mask=on, other=1)

@@ -1,8 +1,8 @@
 """Where the filters of a row end, and a token of what they keep, in two launches, where few logits decide it.
 
-The first launch reads each logit once, and leaves every stretch's state and the maximum of every lane's 32 logits. The
-lanes with the greatest maxima hold every logit above a certain one. The second launch looks only at these lanes. If a
-row's boundary is lower, the row is left to `wide`.
+The first launch reads each logit once. It stores the state of each stretch and the maximum of each lane's 32 logits.
+The lanes with the greatest maxima hold every logit above a certain one, so the second launch looks only at these lanes.
+If a row's boundary is lower, the row is left to `wide`.
 
 Every sum of probabilities is a sum of integers, so no result depends on how columns lie in threads or programs.
 """
@@ -61,10 +61,10 @@ from fused_softmax.ops.sampling.kernels.row import (
 from fused_softmax.ops.sampling.kernels.spec import Held
 from fused_softmax.ops.sampling.kernels.wide import open_row
 
-# Shares of the mass that top-p asks for. Wide rows have less in the maxima of all lanes: N(0, 2^2) 0.5, N(0, 6^2) 1.1.
+# Shares of the mass that top-p asks for. The maxima of all lanes of N(0, 2^2) have 0.5 of it, of N(0, 6^2) 1.1.
 FAR = tl.constexpr(0.7)
-FEW = tl.constexpr(64)  # of top-k, which the lanes of the greatest maxima always hold
-NEAR = tl.constexpr(0.93)  # where the lanes that are held have this share, twice as many mostly have all
+FEW = tl.constexpr(64)  # of top-k: so many logits the lanes of the greatest maxima always hold
+NEAR = tl.constexpr(0.93)  # if the lanes that are held have this share, twice as many mostly have all
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows", "seed_low", "seed_high", "position_low", "position_high"])
@@ -72,11 +72,11 @@ def _stretches(
     scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows,
     n_cols, temperature, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """Of K.stretches stretches of a row: m and s = sum 2 ** z, and of each lane's 32 logits the maximum, and by which
-    score the lane races (K.first).
+    """A program reads K.stretches stretches of a row, and stores their states and the maximum of each lane.
 
-    A filter's boundary among the k greatest logits lies in the k lanes of the greatest maxima, so these are all that
-    what follows looks for. s is in units, and -1 where a logit is NaN or inf.
+    A state is m and s = sum 2 ** z; s is in units, and -1 where a logit is NaN or inf. With K.first the program also
+    stores the score by which each lane races. The k greatest logits lie in the k lanes with the greatest maxima, so
+    later launches look for a filter's boundary in these lanes alone.
     """
     n_stretches = tl.cdiv(n_cols, STRETCH)
     n_parts = tl.cdiv(n_stretches, K.stretches)
@@ -109,7 +109,7 @@ def _stretches(
 
 @triton.jit
 def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
-    """(maxima of lanes, m and s of stretches, scores of lanes by the maximum of their stretch).
+    """(maxima of lanes, m and s of stretches, scores of lanes relative to the maximum of their stretch).
 
     s is in units, and -1 where a logit is NaN or inf. The score of a lane is that of its first arrival (K.first).
     """
@@ -151,9 +151,10 @@ def _choose(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, strides, n_rows, n_cols, temperature,
     top_k, top_p, min_p, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """A draw by one program, from the lanes of the greatest maxima; or what the launches after it need (K.opens).
+    """A program draws from the lanes of the greatest maxima, or leaves to later launches what they need (K.opens).
 
-    K.by_row: rows whose draw needs no boundary are drawn from first. K.given: the token is there; what is kept is not.
+    K.by_row: rows whose draw needs no boundary are drawn from before they are judged. K.given: the token is known, and
+    what is kept is not.
     """
     draw = tl.program_id(0).to(tl.int64)
     D = draw_of(
@@ -164,7 +165,7 @@ def _choose(
         kept_ptr += draw * strides[KEPT_BITS]
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
-    top = lane_maxima(scratch_ptr, draw, D, K)  # on its way while the row's state is found
+    top = lane_maxima(scratch_ptr, draw, D, K)  # in flight while the row's state is computed
     m, total, odd = row_state(scratch_ptr, draw, D, K)
     F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
     valid = D.valid & (F.p > 0)
@@ -195,19 +196,22 @@ def _choose(
 
 @triton.jit
 def draws_first(F, K: tl.constexpr):
-    """Whether a row's token needs no boundary: not among few columns, nor by top-p of what top-k leaves."""
+    """Whether a row's token needs no boundary.
+
+    It needs one if top-k leaves few columns, or if top-p judges what top-k leaves.
+    """
     return (F.k == 0) | ((F.k > FEW) & ((F.p >= 1) | K.joint))
 
 
 @triton.jit
 def choose(top, token, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
-    """(token, its logprob) of a row that can be drawn from. token: what it is where it is given (K.given)."""
+    """(token, its logprob) of a row that can be drawn from. token: the given one, if K.given."""
     logprob = tl.zeros([], tl.float32)
     enough, near, known = F.k < 0, F.k < 0, tl.zeros([], tl.int32)
     if not is_far(top, D, F, K):
         token, logprob, enough, near, known = choose_among(top, token, None, scratch_ptr, kept_ptr, draw, D, F, K)
     if not enough:
-        tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
+        tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
         if K.wide:
             if near:
                 token, logprob, enough = choose_among_more(token, known, scratch_ptr, kept_ptr, draw, D, F, K)
@@ -222,7 +226,7 @@ def choose(top, token, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit
 def bounds_to(token, least, D, K: tl.constexpr):
-    """All that lies from a code on. A token that is given is within, whatever sums were rounded to."""
+    """The Bounds of all logits from a code on. A given token is within, however sums were rounded."""
     if K.given:
         least = tl.minimum(least, code_at(token, D, K))
     return bounds_of_code(least)
@@ -230,7 +234,10 @@ def bounds_to(token, least, D, K: tl.constexpr):
 
 @triton.jit
 def is_far(top, D, F, K: tl.constexpr):
-    """Whether top-p alone judges, and all maxima have so little mass that the greatest lanes hardly hold top-p's."""
+    """Whether the lanes of the greatest maxima will hardly hold the mass that top-p asks for.
+
+    So it is if top-p alone judges, and the maxima of all lanes have little mass.
+    """
     if K.wide:
         alone = (F.k == 0) & (F.least == LOWEST) & (D.n_cols > K.capacity * LANES)
         return alone & (tl.sum(weight_at(top, F.m, D)) * UNIT < F.p * F.total.to(tl.float32) * FAR)
@@ -242,7 +249,7 @@ def is_far(top, D, F, K: tl.constexpr):
 def choose_among_more(token, known, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
     """(token, its logprob, whether all that decides it is known), from twice as many lanes.
 
-    known: an order. All that is kept from it on was looked at before, and the filters do not end there.
+    known: an order. Logits from it on were looked at before, and the filters do not end among them.
     """
     MORE: tl.constexpr = K.more
     top = lane_maxima(scratch_ptr, draw, D, K)
@@ -252,9 +259,10 @@ def choose_among_more(token, known, scratch_ptr, kept_ptr, draw, D, F, K: tl.con
 
 @triton.jit
 def choose_among(top, token, cut, scratch_ptr, kept_ptr, draw, D, F, K: tl.constexpr):
-    """(token, its logprob, whether all that decides it is known; or else is near; the order from which on it is known).
+    """Draw from K.capacity lanes.
 
-    It looks at K.capacity lanes. cut: an order from which on all is known to be kept, or None.
+    Returns (token, its logprob, whether all that decides it is known, whether twice as many lanes may tell, the order
+    from which on all logits are known). cut: an order from which on all logits are known to be kept, or None.
     """
     call, known = greatest_lanes(top, D, F, K)
     there = call >= 0
@@ -288,8 +296,10 @@ def held_of(call, there, D, K: tl.constexpr):
 
 @triton.jit
 def least_of_candidates(H, known, cut, scratch_ptr, draw, D, F, K: tl.constexpr):
-    """(the code of the last logit that top-k and top-p keep; whether all that decides it is known; whether twice as
-    many lanes may tell; the order from which on all is known).
+    """Where top-k and top-p end among the logits that are held.
+
+    Returns (the code of the last logit that they keep, whether all that decides it is known, whether twice as many
+    lanes may tell, the order from which on all logits are known).
     """
     list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
     may, near = may_decide(H, D, F, K)
@@ -303,15 +313,17 @@ def least_of_candidates(H, known, cut, scratch_ptr, draw, D, F, K: tl.constexpr)
         enough = by_k | by_p
     else:
         enough = tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
-    # What min-p leaves ends above all that is unknown.
+    # min-p keeps nothing of what is unknown.
     by_z = (known <= F.least) & (K.joint | (F.p >= 1) | (F.k == 0))
     return tl.maximum(least, known.to(tl.int64) << COLUMN_BITS), enough | by_z | (known == LOWEST), near, known
 
 
 @triton.jit
 def may_decide(H, D, F, K: tl.constexpr):
-    """(whether what is held may have the mass that top-p alone asks for, as it takes long to rank; whether twice as
-    many lanes hold what top-k keeps, or most of that mass is held).
+    """(whether to rank what is held, whether twice as many lanes may tell).
+
+    Ranking takes long. It is left out if top-p alone judges, and what is held has too little mass for it. Twice as many
+    lanes may tell if they hold what top-k keeps, or if most of that mass is held.
     """
     if K.wide:
         held = tl.sum(
@@ -327,13 +339,13 @@ def may_decide(H, D, F, K: tl.constexpr):
 
 @triton.jit
 def weight_and_more(x, m, D):
-    """1.01 weights. The compiler would keep the weights themselves until the draw, in registers."""
+    """1.01 times the weights. Weights themselves would be kept in registers by the compiler until the draw."""
     return tl.exp2(score_at(x, D, m) + 0.0144)
 
 
 @triton.jit
 def amount_from(H, cut, F, D, K: tl.constexpr):
-    """(how many logits are held from the order `cut` on, their mass in units)."""
+    """(how many of the held logits have the order `cut` or more, their mass in units)."""
     if cut is None:
         return tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     else:
@@ -346,16 +358,16 @@ def amount_from(H, cut, F, D, K: tl.constexpr):
 
 @triton.jit
 def mass_from(x, least, F, D):
-    """The mass of each lane's logits of `least` or more, in units. Each logit has its mass by `mass_of_code`."""
+    """The mass, in units, of each lane's logits of `least` or more. `mass_of_code` gives each logit the same mass."""
     return tl.sum((tl.where(x >= least, weight_at(x, F.m, D), 0.0) * UNIT).to(tl.int64), axis=1)
 
 
 @triton.jit
 def list_held(list_ptr, H, known, cut, F, K: tl.constexpr):
-    """(how many candidates are listed, by their codes; the order from which on they are all there are).
+    """(how many codes of candidates are listed, the order from which on they are complete).
 
-    Candidates are what is held from the order `known` on, and below `cut` unless it is None. If these are more than
-    K.candidates, they begin at a higher order.
+    Candidates are the held logits from the order `known` on, and below the order `cut` unless that is None. If these
+    are more than K.candidates, they begin at a higher order.
     """
     n = tl.sum(lanes_between(H, known, cut), axis=0)
     if n > K.candidates:
@@ -409,7 +421,7 @@ def lanes_between(H, known, cut):
 
 @triton.jit
 def list_candidates(ranked_ptr, x, first, base, known, cut):
-    """Store the codes of logits [lanes, 8] between the two orders, each lane's from its base on."""
+    """Store the codes of the logits [lanes, 8] between the two orders, those of each lane from its base on."""
     cols = first[:, None] + tl.arange(0, 8)[None, :]
     chosen = is_between(x, known, cut)
     place = base[:, None] + tl.cumsum(chosen, axis=1) - chosen

@@ -18,8 +18,8 @@ from fused_softmax.ops.sampling.kernels.common import (
     whole_grains,
 )
 
-RANKED = tl.constexpr(128)  # maxima of stretches at most
-PIVOTS = tl.constexpr(4)  # maxima of stretches that are tried as bounds, before a bisection
+RANKED = tl.constexpr(128)  # maxima of stretches that are ranked, at most
+PIVOTS = tl.constexpr(4)  # maxima of stretches that are tried as bounds before a bisection
 HIGHEST = tl.constexpr(2147483647)  # above the order of any number
 
 
@@ -33,7 +33,10 @@ def lane_maxima(scratch_ptr, draw, D, K: tl.constexpr):
 
 @triton.jit
 def greatest_lanes(top, D, F, K: tl.constexpr):
-    """(calls [K.capacity] of lanes, -1 where there is none, the least order from which on they hold every logit)."""
+    """(calls [K.capacity] of the lanes with the greatest maxima, -1 past the last; an order).
+
+    The lanes hold every logit of this order or a higher one.
+    """
     order = order_of(top)
     there = order > LOWEST
     n_there, n_least = sums_of(there.to(tl.int32), (order >= F.least).to(tl.int32), K)
@@ -51,10 +54,10 @@ def greatest_lanes(top, D, F, K: tl.constexpr):
 
 @triton.jit
 def bound_of_lanes(order, high, D, F, K: tl.constexpr):
-    """An order with at most K.capacity lanes from it on, and as many as top-k asks for, or about K.capacity.
+    """An order that at most K.capacity lanes reach, and at least as many as top-k asks for, or nearly K.capacity.
 
-    The maxima of stretches, or of a few stretches together, are tried first. If lanes are independent, the number of
-    stretches that have such a lane says how many such lanes there are. A bisection goes on from where that ends.
+    The maxima of stretches, or of a few stretches together, are tried first. How many stretches reach an order tells
+    how many lanes do, if lanes are independent. A bisection goes on from there.
     """
     wanted = tl.where((F.k > 0) & (F.k <= K.capacity), F.k, K.capacity - K.capacity // 8).to(tl.int32)
     goal = (wanted + K.capacity) >> 1
@@ -87,11 +90,11 @@ def bound_of_lanes(order, high, D, F, K: tl.constexpr):
 
 @triton.jit
 def nth_lanes(marks, K: tl.constexpr):
-    """The calls of the lanes that are marked in each stretch, at most K.capacity; -1 after the last."""
+    """The calls of the lanes that are marked in each stretch, at most K.capacity; -1 past the last."""
     n = ones_of(marks)
     end = tl.cumsum(n, axis=0)
     i = tl.arange(0, K.capacity)
-    # As many stretches as end at i or before.
+    # How many stretches end at place i or before it.
     stretch = tl.cumsum(tl.histogram(end, K.capacity, mask=end < K.capacity), axis=0)
     there = stretch < K.all_stretches
     stretch = tl.where(there, stretch, 0)

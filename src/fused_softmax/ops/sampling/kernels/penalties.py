@@ -1,18 +1,18 @@
 """Penalties of repetition: rows of logits are read once and written once, and nothing is allocated beside them.
 
-    y = x r where x < 0, x / r elsewhere, less frequency * count and presence, of the columns among a row's ids
+    y = x r where x < 0, x / r elsewhere, less frequency * count and presence, in the columns among a row's ids
 
-A first launch writes the logits as it reads them, a block a program; in place there is none. A second, whose programs
-have a part of a row each, goes to the columns among the row's ids alone. It counts these in the memory where their
-results will stand: nobody else reads or writes there. So many rows at a time take both launches that L2 has what the
-first wrote. Of the ids of a column, the one that is counted first writes the result.
-Traffic of a row of N columns: N read and N written, and its ids four times a part; for each id a zero, an addition, a
-count, a logit and a result, in L2 and back. In place the N are neither read nor written, and logits are held until
-their columns are counted.
+The first launch copies the logits, a block a program. In place there is no such launch. In the second launch a program
+has a part of a row, and visits only the columns among the row's ids. It counts them in the memory where their results
+will stand, which no other program reads or writes. Only so many rows take both launches at a time that L2 still has
+what the first launch wrote. If several ids name one column, the one that was counted first writes the result.
+Traffic of a row of N columns: N are read and N are written, and each part reads the ids four times. For each id, L2
+takes a zero, an addition, a count, a logit and a result. In place, the N columns are neither read nor written, and a
+program holds the logits of its ids until their columns are counted.
 
-Where there are more ids than a lane can mark as first, or hold logits of (K.by_block), the first launch does it all: it
-holds each block that has ids, and counts in all of its memory, a zero and a count a column. Counts are integers, so a
-row has the same bits in any batch.
+There may be more ids than a lane can mark as first, or more than it can hold logits of (K.by_block). Then one launch
+does it all: a program holds each block that has ids, and counts in the block's own memory, with a zero and a count for
+every column. Counts are integers, so a row has the same bits in any batch.
 """
 
 import triton
@@ -32,7 +32,7 @@ def _penalize(
     frequency_stride, ids_row_stride, ids_col_stride, n_rows, n_cols, n_draws, part_cols, first_draw, length,
     repetition, presence, frequency, K: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of a draw's row, with its bias and bitmask, if there are any (K.streams); or the columns among its ids."""
+    """A program writes blocks of a draw's row, with any bias and bitmask (K.streams), or the columns among its ids."""
     if K.streams:
         part_cols = K.block
     n_parts = tl.cdiv(n_cols, part_cols)
@@ -78,15 +78,15 @@ def write_block(
     out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, at, n, r, once, each, good,
     K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """n columns from `start` + `at` on, penalized if K.by_block.
+    """Write n columns from `start` + `at` on; penalize them if K.by_block.
 
-    WHOLE: whether the row goes on to the block's end, so that nothing is masked.
+    WHOLE: whether the row goes on to the end of the block, so that nothing is masked.
     """
     first = tl.arange(0, K.block // 8) * 8
     cols = first[:, None] + tl.arange(0, 8)[None, :]
     if WHOLE:
         on, on_byte = None, None
-    elif K.whole_groups:  # a bound of whole groups leaves accesses of 16 bytes
+    elif K.whole_groups:  # a bound in whole groups allows accesses of 16 bytes
         on_byte = (first < n)[:, None]
         on = on_byte & (tl.arange(0, 8) >= 0)[None, :]
     else:
@@ -106,7 +106,7 @@ def write_block(
 
 @triton.jit
 def logits_at(logits_ptr, bias_ptr, bitmask_ptr, cols, byte, on, on_byte, K: tl.constexpr):
-    """Logits with their bias and bitmask, in which a column's bit stands in `byte`; on, on_byte: which there are."""
+    """Logits with their bias and bitmask. byte: where a column's bit is. on, on_byte: which columns and bytes exist."""
     x = widen(tl.load(logits_ptr + cols, mask=on), tl.float32, K.ptx)
     if K.biased:
         x += tl.load(bias_ptr + cols, mask=on).to(tl.float32)
@@ -121,26 +121,26 @@ def write_penalized(
     out_ptr, logits_ptr, ids_ptr, bias_ptr, bitmask_ptr, ids_col_stride, length, start, n, r, once, each,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Those of the n columns from `start` on that stand among a row's ids."""
+    """Write the results of the columns among a row's ids, of the n columns from `start` on."""
     T: tl.constexpr = K.tile
     BITS: tl.constexpr = 16 if K.packed else 32
-    HELD: tl.constexpr = 64 // BITS  # logits of 64 bits
+    HELD: tl.constexpr = 64 // BITS  # logits that 64 bits hold
     counter_ptr = counters_at(out_ptr, K)
     n_tiles = tl.cdiv(length, T)
-    held = tl.zeros([T], tl.int64)  # bits of the first tiles' logits, in place
-    more = tl.zeros([T], tl.int64)  # and of the next ones'
+    held = tl.zeros([T], tl.int64)  # in place, the logits of the first HELD tiles, as bits
+    more = tl.zeros([T], tl.int64)  # those of the next HELD tiles
     if K.in_place:
         for tile in range(n_tiles):
             col, within = ids_at(ids_ptr, ids_col_stride, tile * T, length, start, n, K)
             bits = tl.load(counter_ptr + col, mask=within, other=0).to(tl.int64) << tile % HELD * BITS
             held |= tl.where(tile < HELD, bits, 0)
             more |= tl.where(tile < HELD, 0, bits)
-    tl.debug_barrier()  # all have written their blocks, or read the logits that stand there
+    tl.debug_barrier()  # in place, all threads have read the logits that counters overwrite
     for tile in range(n_tiles):
         col, within = ids_at(ids_ptr, ids_col_stride, tile * T, length, start, n, K)
         tl.store(counter_ptr + col, tl.zeros([T], counter_ptr.dtype.element_ty), mask=within)
     tl.debug_barrier()
-    firsts = tl.zeros([T], tl.int64)  # a bit a tile: whether the lane's id is the first of its column
+    firsts = tl.zeros([T], tl.int64)  # a bit for each tile: whether the lane's id was counted first in its column
     for tile in range(n_tiles):
         col, within = ids_at(ids_ptr, ids_col_stride, tile * T, length, start, n, K)
         before = count(counter_ptr + col, within, K)
@@ -149,7 +149,7 @@ def write_penalized(
     for tile in range(n_tiles):
         col, _ = ids_at(ids_ptr, ids_col_stride, tile * T, length, start, n, K)
         first = (firsts >> tile) & 1 == 1
-        counts = tl.load(counter_ptr + col, mask=first, other=0, cache_modifier=".cg")  # L2 has what was added
+        counts = tl.load(counter_ptr + col, mask=first, other=0, cache_modifier=".cg")  # from L2, where atomics add
         if K.in_place:
             bits = tl.where(tile < HELD, held, more) >> tile % HELD * BITS
             x = bits.to(counter_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
@@ -160,17 +160,17 @@ def write_penalized(
 
 @triton.jit
 def penalized(x, counts, r, once, each):
-    """Logits with penalties where they are counted; an infinite one stays what it is."""
+    """The logits, penalized where their count is more than 0. An infinite logit stays what it is."""
     scaled = tl.where(x < 0, x * r, tl.div_rn(x, r + tl.zeros_like(x)))
     y = tl.where(tl.abs(x) < INF, scaled, x)
-    # 0.0: a product that is folded into the subtraction would not be rounded as torch's is.
+    # The fma rounds the product, as torch does. A product that is fused into the subtraction is not rounded.
     y = y - tl.fma(tl.zeros_like(x) + each, counts.to(tl.float32), 0.0) - once
     return tl.where(counts > 0, y, x)
 
 
 @triton.jit
 def any_within(ids_ptr, ids_col_stride, length, start, n, K: tl.constexpr):
-    """Whether any of a row's ids is among n columns from `start` on."""
+    """Whether any of a row's ids is among the n columns from `start` on."""
     T: tl.constexpr = K.tile
     found = tl.zeros([T], tl.int32)
     for at in range(0, length, T):
@@ -181,7 +181,7 @@ def any_within(ids_ptr, ids_col_stride, length, start, n, K: tl.constexpr):
 
 @triton.jit
 def ids_at(ids_ptr, ids_col_stride, at, length, start, n, K: tl.constexpr):
-    """(a tile of ids as columns from `start` on, which of them are among the n that are there)."""
+    """(a tile of ids, counted from column `start`; which of them are among the n columns from there on)."""
     i = at + tl.arange(0, K.tile)
     ids = tl.load(ids_ptr + i.to(tl.int64) * ids_col_stride, mask=i < length, other=-1)
     within = (ids >= start) & (ids < start + n)
@@ -190,11 +190,14 @@ def ids_at(ids_ptr, ids_col_stride, at, length, start, n, K: tl.constexpr):
 
 @triton.jit
 def counts_of(out_ptr, cols, on, ids_ptr, ids_col_stride, begin, length, start, n, K: tl.constexpr):
-    """How often each column of a block stands among K.counted ids from `begin` on, by its result's memory."""
+    """How often each column of a block stands among K.counted ids from `begin` on.
+
+    The counters are in the memory of the results.
+    """
     T: tl.constexpr = K.tile
     counter_ptr = counters_at(out_ptr, K)
     end = tl.minimum(begin + K.counted, length)
-    tl.debug_barrier()  # all have read the logits, which may stand there
+    tl.debug_barrier()  # all threads have read the logits, which counters may overwrite
     tl.store(counter_ptr + cols, tl.zeros_like(cols).to(counter_ptr.dtype.element_ty), mask=on)
     tl.debug_barrier()
     for at in range(begin, end, T):
@@ -202,21 +205,21 @@ def counts_of(out_ptr, cols, on, ids_ptr, ids_col_stride, begin, length, start, 
         count(counter_ptr + col, within, K)
     tl.debug_barrier()
     counts = tl.load(counter_ptr + cols, mask=on, cache_modifier=".cg").to(tl.int32)
-    tl.debug_barrier()  # all have read the counts
+    tl.debug_barrier()  # all threads have read the counts
     return counts
 
 
 @triton.jit
 def counters_at(out_ptr, K: tl.constexpr):
-    """The memory of results as counters of as many bits."""
+    """The memory of the results as counters, which have as many bits as a result."""
     return out_ptr.to(tl.pointer_type(tl.uint16 if K.packed else tl.uint32), bitcast=True)
 
 
 @triton.jit
 def count(counter_ptr, within, K: tl.constexpr):
-    """One more in each counter; what it was before."""
+    """Add 1 to each counter. Returns what they were before."""
     if K.packed:
-        # No atomic addition has 16 bits: it is of the 32 around them, and leaves the other half as it is.
+        # Atomics add to 32 bits at least: to the word that the counter is one half of. The other half stays as it is.
         address = counter_ptr.to(tl.int64)
         shift = (address & 2).to(tl.int32) * 8
         word_ptr = (address - (address & 2)).to(tl.pointer_type(tl.int32))

@@ -31,7 +31,7 @@ from fused_softmax.ops.sampling.kernels.common import (
 )
 
 ODD = tl.constexpr(9223372034707292159)  # above the key of every finite score
-FAR = tl.constexpr(1024.0)  # scores beyond it are too coarse to tell neighbours apart: their row has another origin
+FAR = tl.constexpr(1024.0)  # scores beyond it are too coarse to tell neighbours apart: the row needs another origin
 
 
 @triton.jit(
@@ -44,7 +44,7 @@ def _draw(
     position_ptr, strides, n_rows, n_cols, n_parts, part_stretches, temperature, seed_low, seed_high, position_low,
     position_high, K: tl.constexpr,
 ):  # fmt: skip
-    """A draw, or a part of one (K.split)."""
+    """A program has a draw, or a part of one (K.split)."""
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     part = program % n_parts
@@ -71,7 +71,7 @@ def _draw(
 
 @triton.jit
 def with_token(D, key, origin, K: tl.constexpr):
-    """A key that orders as before, and has the token drawn of its group in the group's place."""
+    """The key with the token that is drawn from its group in the place of the group. It sorts as before."""
     if (key < ODD) & (score_of(key) > NEG_INF):
         token = member_of(D, group_of(key), origin, K)
         key = (key & ~0x7FFFFFFF) | (2147483647 - token)
@@ -80,12 +80,12 @@ def with_token(D, key, origin, K: tl.constexpr):
 
 @triton.jit
 def finish_draw(D, key, token_ptr, valid_ptr, K: tl.constexpr):
-    """The token of the best key of a row, or of the whole row again where its scores do not tell."""
+    """Store the token of a row's best key. If its scores do not tell, draw from the whole row again."""
     valid = D.valid
     token = tl.zeros([], tl.int64)
     score = score_of(key)
     if (key >= ODD) | ((score < -FAR) & (D.temperature > 0)) | (score == NEG_INF):
-        tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
+        tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
         token, valid = draw_again(D, K)
     else:
         token = group_of(key).to(tl.int64)
@@ -95,7 +95,7 @@ def finish_draw(D, key, token_ptr, valid_ptr, K: tl.constexpr):
 
 @triton.jit(noinline=True)
 def draw_again(D, K: tl.constexpr):
-    """(token, whether there is one) of a whole row, from its maximum on, by one program."""
+    """(token, whether there is one) of a whole row, by one program, with the row's maximum as origin."""
     m, n_inf, at_inf, n_nan = survey(D, K)
     valid = D.valid & (n_nan == 0) & (n_inf <= 1) & (m > NEG_INF)
     token = tl.zeros([], tl.int64)
@@ -109,7 +109,7 @@ def draw_again(D, K: tl.constexpr):
 
 @triton.jit
 def best_group(D, start, end, origin, K: tl.constexpr, WHOLE: tl.constexpr):
-    """The key of the best group of stretches from start to end; ODD where a score is NaN, inf or FAR.
+    """The key of the best group in the stretches from start to end; ODD if a score is NaN, inf or beyond FAR.
 
     WHOLE: whether stretches that lie within the row have a loop of their own, without masks, which is faster.
     """
@@ -130,7 +130,7 @@ def best_group(D, start, end, origin, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def take_groups(D, call, end, origin, best, at, odd, K: tl.constexpr, WHOLE: tl.constexpr):
-    """(best, at, odd) of each lane with the 32 columns of its call."""
+    """(best, at, odd) of each lane after taking the 32 columns of its call."""
     if not K.greedy:
         words = words_of(D, call, GROUPS)
         all_words = words[0] ^ words[1] ^ words[2] ^ words[3]

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fused_softmax.ops.sampling.kernels.common import COLUMN_BITS, LOWEST, UNIT, value_of, weight_at
 
-AT_ONCE = tl.constexpr(8)  # codes that all are compared with at a time
+AT_ONCE = tl.constexpr(8)  # codes with which all others are compared at a time
 NOWHERE = tl.constexpr(9223372036854775807)
 
 
@@ -37,17 +37,17 @@ def least_of_ranked(list_ptr, n, count, mass, D, F, K: tl.constexpr):
 
 @triton.jit
 def sort_listed(list_ptr, n, K: tl.constexpr):
-    """n listed codes, the greatest first. Each is compared with all others; its place is how many are above it."""
+    """The n listed codes, the greatest first. The place of a code is the number of codes above it."""
     N: tl.constexpr = K.candidates
     i = tl.arange(0, N)
     code = tl.load(list_ptr + i, mask=i < n, other=nothing_listed())
     above = tl.zeros([N, AT_ONCE], tl.int32)
     for start in range(0, n, 4 * AT_ONCE):
-        for turn in tl.static_range(4):  # what four rounds load is on its way at a time
+        for turn in tl.static_range(4):  # the loads of four rounds are in flight together
             j = start + turn * AT_ONCE + tl.arange(0, AT_ONCE)
             other = tl.load(list_ptr + j, mask=j < n, other=nothing_listed())
             above += (other[None, :] > code[:, None]).to(tl.int32)
-    tl.debug_barrier()  # all have read what is overwritten
+    tl.debug_barrier()  # all threads have read the list, which is now overwritten
     tl.store(list_ptr + tl.sum(above, axis=1), code, mask=i < n)
     tl.debug_barrier()
     return tl.load(list_ptr + i, mask=i < n, other=nothing_listed())

@@ -40,8 +40,9 @@ def _report(
     scratch_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr, kept_ptr, top_ptr, top_tokens_ptr, rank_ptr,
     bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, temperature, top_k, K: tl.constexpr,
 ):  # fmt: skip
-    """Of the row as it is: the token's log-probability and the top_k greatest; or with kept_ptr of what filters kept,
-    of which the token's is known.
+    """The token's log-probability and the top_k greatest ones, of the row as it was given.
+
+    With kept_ptr they are of what the filters kept, and the token's is known.
     """
     draw = tl.program_id(0).to(tl.int64)
     D = draw_of(
@@ -96,7 +97,10 @@ def _report(
 
 @triton.jit
 def count_above(scratch_ptr, draw, x_t, D, K: tl.constexpr):
-    """How many logits of a row are greater than one. A lane whose maximum is not is not read; NaN hides a maximum."""
+    """How many logits of a row are greater than x_t.
+
+    A lane is read if its maximum is greater, or NaN, which may hide a greater one.
+    """
     tops_ptr = scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K)
     count = tl.zeros([K.stretches * LANES], tl.int32)
     for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
@@ -112,7 +116,7 @@ def count_above(scratch_ptr, draw, x_t, D, K: tl.constexpr):
 
 @triton.jit
 def list_greatest(scratch_ptr, draw, D, F, K: tl.constexpr):
-    """How many codes are listed, of the k greatest logits or a few more."""
+    """List the codes of the k greatest logits, or a few more. Returns how many."""
     list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
     call, known = greatest_lanes(lane_maxima(scratch_ptr, draw, D, K), D, F, K)
     there = call >= 0
@@ -125,7 +129,7 @@ def list_greatest(scratch_ptr, draw, D, F, K: tl.constexpr):
 
 @triton.jit(noinline=True)
 def list_from(list_ptr, scratch_ptr, draw, B, D, K: tl.constexpr):
-    """How many codes are listed, of all that lies within bounds: the row is read for it."""
+    """List the codes of all logits within the bounds, for which the row is read. Returns how many."""
     record_ptr = scratch_ptr + draw * K.scratch
     tl.store(record_ptr + LISTED, tl.zeros([], tl.int64))
     tl.debug_barrier()

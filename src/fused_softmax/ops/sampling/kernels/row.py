@@ -1,6 +1,6 @@
-"""Draws from a whole row of logits, or a part of it, within given bounds; and bounds by reading a row again and again.
+"""Draws from a whole row of logits, or a part of it, within given bounds; bounds found by reading a row repeatedly.
 
-Such reading is slow, and right whatever the logits are: it serves rows whose boundary nothing quicker can find.
+Such reading is slow, but right for any logits. It serves rows whose boundary nothing quicker finds.
 """
 
 import triton
@@ -32,15 +32,15 @@ from fused_softmax.ops.sampling.kernels.common import (
     words_of,
 )
 
-# A row's record: what is open of it, the bounds between which its last kept logit is, how many logits are above them
-# and their mass, the code of the last kept logit; what its parts add to; its maximum and its sum; how many are listed.
+# A row's record: what is open of it; orders below and above its last kept logit; how many logits are above these, and
+# their mass; the code of the last kept logit; what its parts add to; its maximum and its sum; how many are listed.
 STATUS, LOW, HIGH, COUNT, MASS, LEAST, KEY, KEPT, TICKET, TOP, TOTAL, LISTED = (tl.constexpr(i) for i in range(12))
 DRAW_ONLY, ALL, JUDGED, REJECTED = (tl.constexpr(i) for i in range(1, 5))  # what is open
 
 
 @triton.jit
 def row_state(scratch_ptr, draw, D, K: tl.constexpr):
-    """(m, s in units, whether the row has a NaN or an inf) of all stretches of a row."""
+    """(m, s in units, whether the row has a NaN or an inf), from all stretches of a row."""
     n_stretches = tl.cdiv(D.n_cols, STRETCH)
     at = tl.arange(0, K.all_stretches)
     on = at < n_stretches
@@ -53,7 +53,7 @@ def row_state(scratch_ptr, draw, D, K: tl.constexpr):
 
 @triton.jit
 def only_inf(kept_ptr, D, valid, K: tl.constexpr):
-    """(token, whether it can be drawn) of a row with a NaN or an inf: one inf alone wins."""
+    """(token, whether it can be drawn) of a row with a NaN or an inf. One inf alone is drawn."""
     _, n_inf, at_inf, n_nan = survey(D, K)
     valid &= (n_nan == 0) & (n_inf == 1)
     token = tl.where(valid, at_inf, 0).to(tl.int64)
@@ -74,9 +74,9 @@ def code_at(col, D, K: tl.constexpr):
 
 @triton.jit
 def best_kept(kept_ptr, tops_ptr, D, start, end, m, B, K: tl.constexpr):
-    """(key of the best group, mass in units) of what is kept of stretches from start to end.
+    """(key of the best group, mass in units) of what is kept in the stretches from start to end.
 
-    tops_ptr: the maxima of lanes, or None; a lane whose maximum is not kept is not read.
+    tops_ptr: the maxima of lanes, or None. A lane whose maximum is not kept is not read.
     """
     best = tl.zeros([K.stretches * LANES], tl.int64)
     mass = tl.zeros([K.stretches * LANES], tl.int64)
@@ -91,7 +91,7 @@ def best_kept(kept_ptr, tops_ptr, D, start, end, m, B, K: tl.constexpr):
 
 @triton.jit
 def take_lanes(kept_ptr, D, call, there, m, B, best, mass, K: tl.constexpr):
-    """(best, mass) of each lane with what is kept of the 32 columns of its call."""
+    """(best, mass) of each lane after taking what is kept of the 32 columns of its call."""
     words = words_of(D, call, GROUPS)
     all_words = words[0] ^ words[1] ^ words[2] ^ words[3]
     for quarter in tl.static_range(4):
@@ -105,7 +105,7 @@ def take_lanes(kept_ptr, D, call, there, m, B, best, mass, K: tl.constexpr):
 
 @triton.jit
 def begin_parts(record_ptr):
-    """Nothing yet of a row that several programs draw from."""
+    """Clear what the parts of a row will add to."""
     zero = tl.zeros([], tl.int64)
     tl.store(record_ptr + KEY, zero)
     tl.store(record_ptr + KEPT, zero)
@@ -116,8 +116,9 @@ def begin_parts(record_ptr):
 def finish_parts(
     record_ptr, token_ptr, logprobs_ptr, key, mass, D, m, B, draw, n_parts, K: tl.constexpr
 ):  # fmt: skip
-    """Adds a part's best group and mass to its row's. The part that arrives last writes the token, unless it is given
-    (K.given): nobody waits.
+    """Add a part's best group and mass to those of its row.
+
+    The part that arrives last writes the token, unless it is given (K.given). No part waits.
     """
     tl.atomic_max(record_ptr + KEY, key, sem="relaxed")
     tl.atomic_add(record_ptr + KEPT, mass, sem="relaxed")
@@ -136,7 +137,7 @@ def finish_parts(
 
 @triton.jit(noinline=True)
 def within_row(token, kept_ptr, D, m, B, K: tl.constexpr):
-    """(token, its logprob) of a whole row, by one program. token: what it is where it is given (K.given)."""
+    """(token, its logprob) of a whole row, by one program. token: the given one, if K.given."""
     key, mass = best_kept(kept_ptr, None, D, 0, tl.cdiv(D.n_cols, STRETCH), m, B, K)
     if not K.given:
         token = member_of(D, group_of(key), m, K, B)
@@ -155,7 +156,7 @@ def least_in_row(D, F, K: tl.constexpr):
         if tl.where(by_mass == 1, F.p < 1, F.k > 0):
             low, high = floor, (order_of(F.m).to(tl.int64) + 1) << COLUMN_BITS
             if not K.joint:
-                low = least  # of what top-k left
+                low = least  # top-p judges what top-k left
             target = tl.where(by_mass == 1, F.p.to(tl.float64) * F.total.to(tl.float64), F.k.to(tl.float64))
             between = tl.zeros([], tl.int64) + 2
             below, above = between * 0, between * 0  # how many lie from low, and from high, on
@@ -179,7 +180,7 @@ def least_in_row(D, F, K: tl.constexpr):
 
 @triton.jit
 def amount_in_row(D, m, B, K: tl.constexpr):
-    """(how many, their mass in units) of what is within bounds of a row."""
+    """(how many logits of a row are within the bounds, their mass in units)."""
     count = tl.zeros([K.stretches * LANES, 8], tl.int32)
     mass = tl.zeros([K.stretches * LANES], tl.int64)
     for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):

@@ -6,26 +6,28 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSpec:
-    """Of draws from rows of logits, and where the parts of a draw's scratch begin, in int64.
+    """For draws from rows of logits. Properties say where the parts of a draw's scratch begin, in int64.
 
-    stretches: of 1024 columns, that a program reads at a time. whole_groups: whether no row ends within 8 columns.
-    biased, bitmasked: whether a bias is added, and whether a bitmask says which columns there are.
-    part_stretches: whose lanes a program looks through where a row's maximum says what is kept.
-    split: whether a row's programs tell each other their best. greedy: whether the temperature is 0 for all rows.
-    all_stretches: at least as many as a row has. ranked: whether top-k or top-p may ask which logits are the greatest.
-        capacity: lanes of a row that are held at a time, and candidates, at most, that are ranked of their logits.
+    stretches: of 1024 columns, which a program reads at a time. whole_groups: whether rows are whole groups of 8
+    columns. biased, bitmasked: whether a bias is added, and whether a bitmask says which columns are possible.
+    part_stretches: stretches whose lanes a program looks through, if a row's maximum says what is kept.
+    split: whether the programs of a row tell each other their best groups. greedy: whether the temperature is 0 for all
+    rows.
+    all_stretches: a power of two, at least the stretches of a row. ranked: whether top-k or top-p may need to know the
+    greatest logits. capacity: lanes of a row that are held at a time. candidates: how many of their logits are ranked
+    at most.
     joint: whether each filter judges all columns.
-    first: whether rows are drawn from before they are judged; by_row: whether others are not, as top-k has it of each.
-        counted: whether top-k judges them. given: whether the token is there, and what
-        is kept is asked for.
-    wide: whether launches follow for rows whose boundary is lower, after a second look at twice as many lanes.
-        sampled, turns: groups that they are told of it by, and how many times so many; listed: logits that it is sought
-        among.
-    of_probs: whether the logits are the logarithms of what is read. masks: whether what is kept is written, also of
-        rows that cannot be drawn from; `valid` then says which are not NaN.
-    grain_bits: of the order of a logit, those that follow from the others: 16-bit logits have fewer than fp32.
-    follows: whether the launch may begin before the one before it has ended, and waits for what that wrote; leads:
-        whether the one after it may begin so.
+    first: whether rows are drawn from before they are judged. by_row: whether each row's own top-k and top-p say if it
+    is. counted: whether top-k judges such draws. given: whether the token is known, and the call asks for what is kept.
+    wide: whether launches follow for rows whose boundary is lower than twice as many lanes can tell. sampled, turns:
+    how many groups a sample of such a row takes at each turn, and its turns. listed: among how many logits the boundary
+    is sought.
+    of_probs: whether probabilities are read, and their logarithms are the logits. masks: whether what is kept is
+    written, also for rows that cannot be drawn from; `valid` then says which rows are not NaN.
+    grain_bits: the low bits of a logit's order, if they follow from the others: 16-bit logits have fewer orders than
+    fp32.
+    follows: whether the launch may begin before the one before it has ended, and then waits for it. leads: whether the
+    next launch may begin so.
     """
 
     stretches: int
@@ -61,12 +63,15 @@ class SampleSpec:
 
     @property
     def more(self) -> "SampleSpec":
-        """Of the second look."""
+        """The spec of the second look, at twice as many lanes."""
         return replace(self, capacity=2 * self.capacity)
 
     @property
     def turns(self) -> int:
-        """A sample misses by columns as n_cols / sqrt(turns); there is room for what one turn misses of 131072."""
+        """How many samples of a row are taken. Their boundary is off by columns in proportion to n_cols / sqrt(turns).
+
+        The list has room for what one turn misses of 131072 columns.
+        """
         return min(max(1, self.all_stretches // 128) ** 2, 16)
 
     @property
@@ -75,7 +80,7 @@ class SampleSpec:
 
     @property
     def sums_at(self) -> int:
-        """int64: the sum of each stretch. Before them, what is open of a row: see `row` and `first`."""
+        """int64: the sum of each stretch. The row's record is before them: see `row` and `first`."""
         return 24
 
     @property
@@ -100,17 +105,17 @@ class SampleSpec:
 
     @property
     def bests_at(self) -> int:
-        """fp32: the greatest of them of each stretch."""
+        """fp32: the greatest score of each stretch."""
         return self.scores_at + (16 * self.room if self.first else 0)
 
     @property
     def lanes_at(self) -> int:
-        """int32: the lanes that are read where a row's maximum says what is kept."""
+        """int32: the lanes to be read, if a row's maximum says what is kept."""
         return self.bests_at + (self.room // 2 if self.first else 0)
 
     @property
     def list_at(self) -> int:
-        """int64: the logits among which a low boundary is sought, by their codes."""
+        """int64: the codes of the logits among which a low boundary is sought."""
         return self.lanes_at + (0 if self.ranked or self.first else 16 * self.room)
 
     @property
@@ -124,15 +129,15 @@ class SampleSpec:
 
     @property
     def room(self) -> int:
-        return max(4, self.all_stretches)  # so that all begin on 16 bytes
+        return max(4, self.all_stretches)  # so that all parts begin on 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySpec:
-    """Of drafts that are verified: `rows` of the target for each sequence, and their judged rows and those of drafts.
+    """For drafts that are verified. target, draft: the specs of the judged rows of both.
 
-    most: a power of two, at least `rows`. stretches: of 1024 columns, that a program reads at a time. block: whether
-    all drafts are judged together. follows, leads: as SampleSpec's.
+    rows: of the target, for each sequence. most: a power of two, at least `rows`. stretches: of 1024 columns, which a
+    program reads at a time. block: whether all drafts are judged together. follows, leads: as SampleSpec's.
     """
 
     target: SampleSpec
@@ -150,13 +155,13 @@ class VerifySpec:
 
     @property
     def scales(self) -> int:
-        """fp32 of a sequence."""
+        """fp32 numbers of a sequence."""
         return 2 + self.most
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSpec:
-    """Of drafts whose distribution is not told: `rows` of the target for each sequence.
+    """For drafts whose distribution is not given. rows: of the target, for each sequence.
 
     most: a power of two, at least `rows`.
     """
@@ -170,14 +175,15 @@ class TraceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltySpec:
-    """Of penalties: a program writes `block` columns of a row at a time, or reads `tile` of its ids at a time.
+    """For penalties: a program writes `block` columns of a row at a time, or reads `tile` of its ids at a time.
 
-    whole_groups: whether no row ends within 8 columns. biased, bitmasked: whether a bias is added first, and whether a
-    bitmask says which columns there are. packed: whether a result has 16 bits, and two counts stand in 32. in_place:
-    whether the results lie where the logits do. streams: whether blocks are written, and not the columns among the
-    ids; by_block: whether those too, as there are so many ids that all columns of a block are counted. counted: ids
-    that are counted at a time, so that a count of 16 bits carries to no neighbour. leads, follows: of two launches,
-    whether the second begins early.
+    whole_groups: whether rows are whole groups of 8 columns. biased, bitmasked: whether a bias is added first, and
+    whether a bitmask says which columns are possible. packed: whether a result has 16 bits, so that two counters share
+    32. in_place: whether the results lie where the logits do.
+    streams: whether the launch writes whole blocks, and not only the columns among the ids. by_block: whether it
+    penalizes these blocks too, because ids are so many that all columns of a block are counted. counted: how many ids
+    are counted at a time: so few that a 16-bit counter does not carry into its neighbour.
+    leads, follows: of two launches, whether the second begins early.
     """
 
     block: int
@@ -196,11 +202,10 @@ class PenaltySpec:
 
 
 class Draw(NamedTuple):
-    """A row that is drawn from: where it is, what is added, and by which noise. valid: whether it can be, so far.
+    """A row that is drawn from: where it is, what is added to its logits, and its noise.
 
-    turn: of the noise: every turn has streams of its own.
-
-    bias_ptr, bitmask_ptr: the draw's own, where there are any (K.biased, K.bitmasked).
+    valid: whether it can be drawn from, as far as is known. turn: of the noise; every turn has streams of its own.
+    bias_ptr, bitmask_ptr: the draw's own, if there are any (K.biased, K.bitmasked).
     """
 
     ptr: Any
@@ -216,7 +221,10 @@ class Draw(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Of what is kept: the last logit and its column, and the least number above it. Of equal logits the first stay."""
+    """The bounds of what is kept: all logits of at least `above`, and logits of at least x up to column `col`.
+
+    x: the last logit that is kept. above: the least number above x.
+    """
 
     x: Any
     above: Any
@@ -224,7 +232,10 @@ class Bounds(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """k, 0 for all; p; the order of the least logit that min-p keeps; and the row's maximum and sum, in units."""
+    """The filters of a row. k: of top-k, 0 if it keeps all. p: of top-p.
+
+    least: the order of the least logit that min-p keeps. m, total: the row's maximum and its sum, in units.
+    """
 
     k: Any
     p: Any
@@ -234,7 +245,7 @@ class Filters(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Logits [lanes, 8] of the four quarters of lanes, by the numbers of their calls."""
+    """Logits [lanes, 8] of each of the four quarters of lanes. call: the numbers of the lanes' calls."""
 
     x_0: Any
     x_1: Any

@@ -1,4 +1,4 @@
-"""Drafts whose distribution is not told: where their rows stand, and which are the target's own tokens."""
+"""Drafts whose distribution is not given: the noise of their rows, and which drafts are the target's own tokens."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,10 @@ from fused_softmax.ops.sampling.kernels.verified import (
 
 @triton.jit
 def _place(parents_ptr, seed_ptr, position_ptr, seeds_ptr, positions_ptr, strides, K: tl.constexpr):
-    """The seed and the position of each row of the target: a sequence's, and as many further as drafts lead to it."""
+    """The seed and the position of each row of the target.
+
+    The position is that of the sequence plus the number of drafts that lead to the row.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, K.most)
     depth = i

@@ -1,8 +1,9 @@
 """Which drafts a target accepts, and the token after them, from rows that are judged: see `judged`, `verification`.
 
-A program a sequence follows the drafts to the row where they end. There scale p - less q, cut at 0, is drawn, of the
-target's row p and the draft's row q; or p, where less is 0. That takes several programs, and a launch of its own. Of
-blocks two launches come between, which sum what would be left at each row, and find the one where they end.
+One program a sequence follows the drafts to the row where they end. There a token is drawn from scale p - less q, cut
+at 0, where p is the target's row and q the draft's row; or from p, if less is 0. Several programs draw it, in a launch
+of its own. For blocks two launches come in between: they sum what would be left at each row, and find the row where the
+drafts end.
 """
 
 from typing import Any, NamedTuple
@@ -37,16 +38,16 @@ from fused_softmax.ops.sampling.kernels.common import (
 from fused_softmax.ops.sampling.kernels.judged import judged_row, log_shares_at, share_of, shares_at
 
 ACCEPTED, RESIDUAL_GROUPS, RESIDUAL_MEMBERS = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # streams of noise
-# Of a sequence in int64: the row where its drafts end, how many are accepted, whether it can be drawn from; the key of
-# the best group, and how many parts of the row are done; of a block, how many drafts there are.
+# int64 numbers of a sequence: the row where its drafts end, how many are accepted, whether the row can be drawn from;
+# the key of the best group, and how many parts of the row are done; of a block, how many drafts there are.
 ROW, N_ACCEPTED, VALID, KEY, TICKET, END = (tl.constexpr(i) for i in range(6))
-NUMBERS = tl.constexpr(8)  # of a sequence in int64
-SCALE, LESS = tl.constexpr(0), tl.constexpr(1)  # of a sequence in fp32, and behind them a of each row of a block
+NUMBERS = tl.constexpr(8)  # int64 numbers of a sequence
+SCALE, LESS = tl.constexpr(0), tl.constexpr(1)  # fp32 numbers of a sequence; after them, a of each row of a block
 SEEDS, POSITIONS, DRAFTS, DRAFT, LENGTHS, PARENTS, PARENT = (tl.constexpr(i) for i in range(7))  # strides
 
 
 class Rows(NamedTuple):
-    """Judged rows, of the target or of drafts: what `draw_of` takes, their records, and which can be drawn from."""
+    """Judged rows, of the target or of drafts: arguments of `draw_of`, their records, and which can be drawn from."""
 
     scratch_ptr: Any
     valid_ptr: Any
@@ -62,7 +63,10 @@ class Rows(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts of a sequence, [most]: columns, which there are, and whether the sequence's numbers are in range."""
+    """The drafts of a sequence, [most].
+
+    col: their columns. there: which of them exist. right: whether the sequence's numbers are in range.
+    """
 
     i: Any
     col: Any
@@ -72,7 +76,7 @@ class Drafts(NamedTuple):
 
 @triton.jit
 def of_drafts(temperature, K: tl.constexpr):
-    """Probabilities are not tempered."""
+    """The temperature of drafts: 1 if they are probabilities."""
     if K.draft.of_probs:
         return temperature * 0.0 + 1.0
     else:
@@ -81,7 +85,7 @@ def of_drafts(temperature, K: tl.constexpr):
 
 @triton.jit
 def row_at(R, draw, K: tl.constexpr):
-    """A judged row by its number."""
+    """The Judged row of this number."""
     D = draw_of(
         R.logits_ptr, R.bias_ptr, R.bitmask_ptr, R.rows_ptr, R.temperature_ptr, None, None, R.strides, R.n_rows,
         R.n_cols, R.temperature, 0, 0, 0, 0, draw, K,
@@ -91,14 +95,14 @@ def row_at(R, draw, K: tl.constexpr):
 
 @triton.jit
 def probabilities_at(R, draws, cols, on, K: tl.constexpr):
-    """The probabilities of a column of each of several rows; 0 where `on` is not."""
+    """The probability of one column in each of several rows; 0 where not `on`."""
     x, temperature = logits_at(R, draws, cols, on, K)
     return shares_at(R.scratch_ptr, draws, x, cols, temperature, on, K)
 
 
 @triton.jit
 def logits_at(R, draws, cols, on, K: tl.constexpr):
-    """(logits of a column of each of several rows, the temperatures of these)."""
+    """(the logit of one column in each of several rows, the temperatures of these rows)."""
     row = draws
     if R.rows_ptr is not None:
         row = tl.load(R.rows_ptr + draws, mask=on, other=0).to(tl.int64)
@@ -136,7 +140,7 @@ def drafts_of(drafts_ptr, lengths_ptr, parents_ptr, strides, sequence, n_cols, K
 
 @triton.jit
 def uniform_at(seed, position, counter, K: tl.constexpr):
-    """u of `noise`, by which a draft is judged, for positions and counters of one shape."""
+    """u of `noise`, by which a draft is judged. position and counter have one shape."""
     zero = (position * 0).to(tl.uint32)
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
     words = tl.philox(seed, zero + counter.to(tl.uint32), zero + ACCEPTED, zero + low, zero + high)
@@ -152,7 +156,7 @@ def _follow(
     position_ptr, tokens_ptr, numbers_ptr, scales_ptr, lefts_ptr, strides, draft_strides, sequence_strides, target_rows,
     draft_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
-    """How far a chain is accepted; of a block, what its drafts are judged by."""
+    """A program finds how far a chain is accepted, or, for a block, by what its drafts will be judged."""
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
@@ -184,7 +188,7 @@ def _follow(
         tl.store(scales_ptr + sequence * K.scales + 2 + i, of_rows)
         tl.store(lefts_ptr + sequence * K.most + i, tl.full([K.most], 0, tl.int64))
         tl.store(numbers_ptr + sequence * NUMBERS + END, end.to(tl.int64))
-        tl.store(tokens_ptr + sequence * K.rows + i, valid.to(tl.int64), mask=i < K.rows)  # until `_settle`
+        tl.store(tokens_ptr + sequence * K.rows + i, valid.to(tl.int64), mask=i < K.rows)  # for `_settle`
     else:
         seed, position = tl.load(seed_ptr + sequence * sequence_strides[SEEDS]), position_of(
             position_ptr, sequence, sequence_strides
@@ -201,7 +205,10 @@ def position_of(position_ptr, sequence, strides):
 
 @triton.jit
 def settle(tokens_ptr, numbers_ptr, scales_ptr, sequence, F, n, scale, goes_on, valid, K: tl.constexpr):
-    """Leaves to `_draw_left` a chain or block of which n drafts are accepted. goes_on: whether there is one more."""
+    """Leave a chain or block, of which n drafts are accepted, to `_draw_left`.
+
+    goes_on: whether another draft follows, which is rejected.
+    """
     i = F.i
     tl.store(tokens_ptr + sequence * K.rows + i, tl.where(i < n, F.col, tl.where(i == n, 0, -1)), mask=i < K.rows)
     can_be = tl.max(tl.where(i == n, valid.to(tl.int32), 0), axis=0)
@@ -227,7 +234,7 @@ def _sum_left(
     draft_rows_ptr, draft_temperature_ptr, numbers_ptr, scales_ptr, lefts_ptr, strides, draft_strides, target_rows,
     draft_rows, n_cols, n_parts, part_stretches, temperature, K: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a block's row: the mass of what would be left at it."""
+    """The mass of what would be left at a block's row, from one part of the row."""
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
@@ -255,7 +262,7 @@ def _sum_left(
 
 @triton.jit
 def mass_left(P, Q, scale, less, start, end, K: tl.constexpr):
-    """The mass, in units, of what is left of the stretches of a row from start to end."""
+    """The mass, in units, of what is left in the stretches of a row from start to end."""
     mass = tl.zeros([K.stretches * LANES], tl.int64)
     for stretch in range(start, end, K.stretches):
         call = calls_of(stretch, K)
@@ -268,7 +275,7 @@ def mass_left(P, Q, scale, less, start, end, K: tl.constexpr):
 
 @triton.jit
 def left_of(P, Q, first, there, scale, less, K: tl.constexpr):
-    """scale p - less q of groups [lanes, 8], cut at 0."""
+    """scale p - less q of groups [lanes, 8], cut at 0; p if less is 0."""
     TARGET: tl.constexpr = K.target
     DRAFT: tl.constexpr = K.draft
     p = share_of(P, first, there, TARGET)
@@ -285,7 +292,7 @@ def _settle(
     drafts_ptr, lengths_ptr, seed_ptr, position_ptr, tokens_ptr, numbers_ptr, scales_ptr, lefts_ptr, sequence_strides,
     n_cols, K: tl.constexpr,
 ):  # fmt: skip
-    """How far a block is accepted."""
+    """A program finds how far a block is accepted."""
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     sequence = tl.program_id(0).to(tl.int64)
@@ -303,7 +310,7 @@ def _settle(
     u = uniform_at(seed, position + i - 1, i * 0, K)
     accepted = (i > 0) & (i <= end) & (u < h)
     n = tl.max(tl.where(accepted, i, 0), axis=0)
-    tl.debug_barrier()  # all have read what is written now
+    tl.debug_barrier()  # all threads have read what `settle` overwrites
     settle(tokens_ptr, numbers_ptr, scales_ptr, sequence, F, n, tl.sum(tl.where(i == n, a, 0.0)), n < end, valid, K)
 
 
@@ -314,7 +321,7 @@ def _climb(
     seed_ptr, position_ptr, tokens_ptr, nodes_ptr, numbers_ptr, scales_ptr, strides, draft_strides, sequence_strides,
     target_rows, draft_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
-    """Which drafts of a tree are accepted, by one program, one draft after the other."""
+    """A program finds which drafts of a tree are accepted, one draft after the other."""
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
@@ -368,7 +375,7 @@ def _climb(
 
 @triton.jit
 def can_be_drawn(T, G, F, of_row, sequence, row, K: tl.constexpr):
-    """Whether a row of the target can be drawn from, and that of its drafts, if it has any."""
+    """Whether a row of the target can be drawn from, and the row of its drafts too, if it has any."""
     valid = (tl.load(T.valid_ptr + sequence * K.rows + row) > 0) & F.right
     asked = tl.max((of_row == row).to(tl.int32), axis=0) > 0
     drafted = tl.load(G.valid_ptr + sequence * (K.rows - 1) + row, mask=asked, other=1) > 0
@@ -382,7 +389,10 @@ def _draw_left(
     draft_strides, sequence_strides, target_rows, draft_rows, n_cols, n_parts, part_stretches, temperature,
     K: tl.constexpr,
 ):  # fmt: skip
-    """A draw of a part of what is left of a row. The part that arrives last writes the token: nobody waits."""
+    """A program draws from a part of what is left of a row.
+
+    The part that arrives last writes the token. No part waits.
+    """
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target
@@ -415,7 +425,7 @@ def _draw_left(
         tl.atomic_max(number_ptr + KEY, key, sem="relaxed")
         if tl.atomic_add(number_ptr + TICKET, 1, sem="acq_rel") == n_parts - 1:
             key = tl.atomic_max(number_ptr + KEY, 0, sem="relaxed")
-            if score_of(key) == NEG_INF:  # of two equal distributions nothing is left
+            if score_of(key) == NEG_INF:  # two equal distributions leave nothing
                 less = less * 0.0
                 key = best_left(P, Q, scale, less, seed, position, stream, 0, last_stretch, K)
             member = tl.where(stream == GROUPS, MEMBERS, RESIDUAL_MEMBERS)
@@ -425,7 +435,7 @@ def _draw_left(
 
 @triton.jit
 def best_left(P, Q, scale, less, seed, position, stream, start, end, K: tl.constexpr):
-    """The key of the best group of what is left of the stretches of a row from start to end."""
+    """The key of the best group of what is left in the stretches of a row from start to end."""
     best = tl.zeros([K.stretches * LANES], tl.int64)
     for stretch in range(start, end, K.stretches):
         call = calls_of(stretch, K)
@@ -442,7 +452,7 @@ def best_left(P, Q, scale, less, seed, position, stream, start, end, K: tl.const
 
 @triton.jit
 def member_left(P, Q, scale, less, seed, position, stream, group, K: tl.constexpr):
-    """The column that is drawn of a group."""
+    """The column that is drawn from a group of what is left."""
     cols = group * 8 + tl.arange(0, 8)
     first, one = group * 8 + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1)
     w = tl.reshape(left_of(P, Q, first, one, scale, less, K), [8])
@@ -465,7 +475,7 @@ def _report_tokens(
     scratch_ptr, valid_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, tokens_ptr, nodes_ptr,
     numbers_ptr, logprobs_ptr, strides, target_rows, n_cols, temperature, K: tl.constexpr,
 ):  # fmt: skip
-    """The log-probabilities of a sequence's tokens, of rows that may be judged otherwise than for draws."""
+    """The log-probabilities of a sequence's tokens, from rows that may be judged otherwise than for draws."""
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     TARGET: tl.constexpr = K.target

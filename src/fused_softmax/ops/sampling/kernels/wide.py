@@ -52,14 +52,14 @@ from fused_softmax.ops.sampling.kernels.row import (
     least_in_row,
 )
 
-SPREADS = tl.constexpr(5.0)  # standard deviations that a sample's boundary may be off
+SPREADS = tl.constexpr(5.0)  # standard deviations by which a sample's boundary may be off
 BINS = tl.constexpr(1024)
-LEAST_SCORE = tl.constexpr(-40.0)  # of a sample's histogram: what is below has no weight
+LEAST_SCORE = tl.constexpr(-40.0)  # the least of a sample's histogram: lower scores have no weight
 
 
 @triton.jit
 def open_row(record_ptr, D, F, K: tl.constexpr):
-    """Leaves to the launches to come what they need: where the boundary is, as a sample of the row has it."""
+    """Leave an open row to the later launches: its state, and where its boundary is according to a sample."""
     status, low, high = DRAW_ONLY + 0, tl.zeros([], tl.int32) + LOWEST, order_of(F.m) + 1
     if (F.k > 0) | (F.p < 1):
         status = ALL + 0
@@ -82,7 +82,7 @@ def open_row(record_ptr, D, F, K: tl.constexpr):
 def sampled_bracket(bins_ptr, D, F, K: tl.constexpr):
     """(low, high): orders between which the boundary of top-k, or else of top-p, should be.
 
-    A histogram of the sample's scores, from the least one to the maximum, says what lies below each of its bins.
+    A histogram of the sample's scores, from the least to the maximum, tells how much lies below each bin.
     """
     N: tl.constexpr = K.sampled * 8
     x = sampled(D, 0, K)
@@ -108,7 +108,7 @@ def sampled_bracket(bins_ptr, D, F, K: tl.constexpr):
     spread = tl.where(by_k, tl.sqrt(tl.maximum(n_all - want, 0.0)) * SPREADS + 8.0, spread)
     low = tl.sum((below <= want - spread).to(tl.int32), axis=0) - 2
     high = tl.sum((below <= want + spread).to(tl.int32), axis=0) + 1
-    # More between than there is room for: as many on both sides of where the boundary should be.
+    # If more lie between than the list has room for: as many on both sides of the expected boundary.
     room = 0.7 * K.listed * share
     n_high = tl.max(tl.where(at >= high, n_from, 0.0), axis=0)
     if tl.max(tl.where(at >= low, n_from, 0.0), axis=0) - n_high > room:
@@ -116,7 +116,7 @@ def sampled_bracket(bins_ptr, D, F, K: tl.constexpr):
         low = tl.maximum(low, tl.sum((n_from > n_middle + room / 2).to(tl.int32), axis=0))
         high = tl.minimum(high, tl.sum((n_from > n_middle - room / 2).to(tl.int32), axis=0))
         n_high = tl.max(tl.where(at >= high, n_from, 0.0), axis=0)
-    # Few above: all of them are listed.
+    # If few lie above, they are listed too.
     few = n_high < 64
     n_high = tl.where(few, 0.0, n_high)
     low = tl.maximum(low, tl.sum((n_from > n_high + room).to(tl.int32), axis=0))
@@ -127,7 +127,7 @@ def sampled_bracket(bins_ptr, D, F, K: tl.constexpr):
 
 @triton.jit
 def sampled(D, turn, K: tl.constexpr):
-    """Logits of K.sampled groups of 8 from all over a row; of each turn others."""
+    """The logits of K.sampled groups of 8 from all over a row; other groups at each turn."""
     N: tl.constexpr = K.sampled * 8
     n_groups = tl.cdiv(D.n_cols, 8)
     i = (tl.arange(0, K.sampled) * K.turns + turn).to(tl.int64)
@@ -143,7 +143,7 @@ def counted(bins_ptr, bin, on):
     tl.debug_barrier()
     tl.atomic_add(bins_ptr + bin, 1, mask=on, sem="relaxed")
     tl.debug_barrier()
-    n = tl.load(at, cache_modifier=".cg")  # what is added is not in the multiprocessor's own cache
+    n = tl.load(at, cache_modifier=".cg")  # from L2, where atomics add
     tl.debug_barrier()
     return n.to(tl.float32)
 
@@ -158,7 +158,10 @@ def _weigh(
     scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, n_parts,
     part_stretches, temperature, K: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of an open row: how many logits are above its bracket, their mass, and a list of those within."""
+    """A program has a part of an open row. It lists the logits within the bracket.
+
+    It also counts the logits above the bracket, and sums their mass.
+    """
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     program = tl.program_id(0)
@@ -196,7 +199,7 @@ def _weigh(
 
 @triton.jit
 def list_marked(list_ptr, record_ptr, marks, call, D, K: tl.constexpr):
-    """Adds the codes of the logits that lanes have marked of their 32 to a list, where there is room, in no order."""
+    """Add the codes of the logits that lanes have marked to a list, in no order, while there is room."""
     n = ones_of(marks)
     most = tl.max(n, axis=0)
     if most > 0:
@@ -207,7 +210,7 @@ def list_marked(list_ptr, record_ptr, marks, call, D, K: tl.constexpr):
             bit = ones_of((marks & -marks) - 1)
             on = (marks != 0) & (base + i < K.listed)
             col = first + bit // 8 * QUARTER + bit % 8
-            x = tl.load(D.ptr + col, mask=on, other=0.0).to(tl.float32)  # as it was just read
+            x = tl.load(D.ptr + col, mask=on, other=0.0).to(tl.float32)  # the value that was just read
             if K.biased:
                 x += tl.load(D.bias_ptr + col, mask=on, other=0.0).to(tl.float32)
             tl.store(list_ptr + base + i, code_of(x, col), mask=on)
@@ -219,7 +222,7 @@ def _bound(
     scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, strides,
     n_rows, n_cols, temperature, top_k, top_p, min_p, K: tl.constexpr,
 ):  # fmt: skip
-    """The last logit that is kept of an open row, from what is listed."""
+    """A program finds the last kept logit of an open row in its list."""
     wait_for_launch_before(K.follows)
     let_next_begin(K.leads)
     draw = tl.program_id(0).to(tl.int64)
@@ -241,7 +244,7 @@ def _bound(
             else:
                 least, found = least_of_list(record_ptr, list_ptr, n, D, F, K, K.listed)
         if not found:
-            tl.debug_barrier()  # what is called writes shared memory, and Triton puts no barrier before a call
+            tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
             least = least_in_row(D, F, K)
         tl.store(record_ptr + LEAST, tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS))
 
@@ -257,7 +260,7 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
     low, high = tl.load(record_ptr + LOW), tl.load(record_ptr + HIGH)
     count, mass = tl.load(record_ptr + COUNT), tl.load(record_ptr + MASS)
     least, by_k, by_p = least_of_filters(order, cols, on, low, high, count, mass, D, F, K)
-    if K.joint:  # a boundary below the list is no bound, and one above it is unknown
+    if K.joint:  # a filter that ends below the list keeps all of it; where one ends above it is unknown
         found = (by_k | by_p) & ((F.k == 0) | (count < F.k))
         if F.p < 1:
             found = found & (mass.to(tl.float64) < F.p.to(tl.float64) * F.total.to(tl.float64))
@@ -270,7 +273,7 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
 def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.constexpr):
     """(the code of the last logit that top-k and top-p keep, whether top-k ends among these, whether top-p does).
 
-    order, cols: of logits of the orders from low to high, where `on`. count, mass: of all that are above these.
+    order, cols: of the logits that are `on`, whose orders are from low to high. count, mass: of all logits above these.
     """
     weight = tl.where(on, (weight_at(value_of(order), F.m, D) * UNIT).to(tl.int64), 0)
     of_all, n = sums_of(weight, on.to(tl.int32), K)
@@ -296,9 +299,9 @@ def at_or_above(order, cols, code):
 
 @triton.jit
 def last_of(order, cols, on, v, low, high, above, target, K: tl.constexpr):
-    """The code at which a sum of v, by logits in their order and beginning with `above`, reaches a target.
+    """The code of the logit at which a sum reaches a target: it starts at `above`, and adds v from logit to logit.
 
-    All logits where `on` are of orders from low to high.
+    The logits that are `on` have orders from low to high.
     """
     low, high = whole_grains(low, high, K)
     while high - low > K.grain:
@@ -310,7 +313,7 @@ def last_of(order, cols, on, v, low, high, above, target, K: tl.constexpr):
     equal = on & (order >= low) & (order < high)
     last = tl.max(tl.where(equal, cols, 0), axis=0)
     if n > 1:
-        # All of one order have one v, and are kept from the lowest column on.
+        # Logits of one order have one v, and are kept from the lowest column on.
         above += tl.sum(tl.where(on & (order >= high), v, 0), axis=0)
         one = tl.max(tl.where(equal, v, 0), axis=0)
         before = tl.full([], -1, tl.int32)

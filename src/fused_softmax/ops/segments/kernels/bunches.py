@@ -1,19 +1,19 @@
 """Softmax, log_softmax and logsumexp of segments, and their gradients: the two launches of each.
 
-Traffic: x read once and y written once, and offsets read once; in the gradient two reads and a write. What is longer
-than a tile is read twice.
+Traffic: x is read once, y is written once, and offsets are read once; the gradient takes two reads and a write. A
+segment that is longer than a tile is read twice.
 
 First launch. A program has a bunch of segments. It cuts them into pieces of one length, and takes as many segments at a
-time as fill a tile with pieces (`tile.py`), however long each is. A segment that is longer than a tile it reads in
-steps, twice (`ranges.py`), the second time from the caches. A longer one yet, a hub, is left to other programs:
-positions are cut into blocks, and no hub is shorter than a block, so a block has parts of two hubs at most. A block's
-program writes the two numbers of each part to a slot.
+time as fill a tile with pieces (`tile.py`), however long each is. If a segment is longer than a tile, the program reads
+it in steps, twice, the second time from the caches (`ranges.py`). If it is longer still, it is a hub, and is left to
+other programs. For hubs, positions are cut into blocks. No hub is shorter than a block, so a block has parts of two
+hubs at most. The program of a block writes the two numbers of each part to a slot.
 
-Second launch. A program has some blocks. It puts the numbers of all parts of a block's hubs together, in order, and
-writes the block's part.
+Second launch. A program has some blocks. For each hub in a block it merges the numbers of all parts of the hub, in
+order, and then writes the block's part.
 
-No program waits for another, and nothing depends on which comes first. Where offsets fall, or do not go from 0 to n,
-some program of the first launch sees it; the second then makes everything anew, in a slow way.
+No program waits for another, and no result depends on which comes first. If offsets fall, or do not go from 0 to n,
+some program of the first launch notices. The second launch then computes everything anew, in a slow way.
 """
 
 import triton
@@ -41,7 +41,7 @@ def _compute(
         offsets_ptr, order_ptr, x_ptr, dy_ptr, out_ptr, lse_ptr, dlse_ptr, n, n_segments, n_lse, stride, cols, left,
         base, of_lse, factor, nothing,
     )  # fmt: skip
-    turn = (n_bunches + n_blocks) // tl.maximum(n_blocks, 1)  # blocks lie among bunches, which fill their waits
+    turn = (n_bunches + n_blocks) // tl.maximum(n_blocks, 1)  # blocks lie among bunches, which run while blocks wait
     b = which // turn
     if (which % turn == 0) & (b < n_blocks):
         tell_parts(S, slots_ptr, hubs_ptr, group, b, n_groups, n_blocks, block, K)
@@ -53,14 +53,14 @@ def _compute(
 
 @triton.jit
 def extents_of(n, n_segments, n_inner, group, factor, K: tl.constexpr):
-    """What a program has of its group, an outer index and a block of columns: the numbers of Segments but for two."""
+    """All numbers of Segments, except two, for a program's group: an outer index and a block of columns."""
     first_col, outer, n_col_blocks = tl.zeros([], tl.int64), tl.zeros([], tl.int64), 1
     stride = tl.zeros([], tl.int64) + K.cols
     if not K.one_block:
         n_col_blocks = tl.cdiv(n_inner, K.cols)
         first_col += group % n_col_blocks * K.cols
         stride = tl.zeros([], tl.int64) + n_inner
-        if K.whole:  # in a form that shows that rows begin on 16 bytes
+        if K.whole:  # shows the compiler that rows begin on 16 bytes
             stride = stride // K.cols * K.cols
     if K.many:
         outer += group // n_col_blocks
@@ -75,27 +75,30 @@ def extents_of(n, n_segments, n_inner, group, factor, K: tl.constexpr):
 
 @triton.jit
 def inside(offset, S):
-    """Wrong offsets lead to wrong results, which the second launch replaces, and not out of the tensor."""
+    """An offset, moved into the tensor.
+
+    Wrong offsets then give wrong results, which the second launch replaces, but no access outside the tensor.
+    """
     return tl.minimum(tl.maximum(offset.to(tl.int64), 0), S.n)
 
 
 @triton.jit
 def offsets_of(S, segment, there):
-    """Where segments begin and end, as offsets have it."""
+    """Where segments begin and end, according to the offsets."""
     raw = tl.load(S.offsets_ptr + segment, mask=there, other=0).to(tl.int64)
     return raw, tl.load(S.offsets_ptr + segment + 1, mask=there, other=0).to(tl.int64)
 
 
 @triton.jit
 def extent_of(S, raw, raw_end, there):
-    """(begin, size) of segments; 0 and -1 of those that are not there."""
+    """(begin, size) of segments; 0 and -1 of those that do not exist."""
     begin, end = inside(raw, S), inside(raw_end, S)
     return begin, tl.where(there, tl.minimum(end - begin, 2147483647), -1).to(tl.int32)
 
 
 @triton.jit
 def of_bunch(S, bunch, block, K: tl.constexpr):
-    """Write the results of a bunch, less its hubs. 1 if its offsets are what they must be, and 0 if not."""
+    """Write the results of a bunch, except its hubs. Returns 1 if its offsets are right, and 0 if not."""
     i = bunch.to(tl.int64) * K.segments
     at = i + tl.arange(0, K.segments)
     raw, raw_end = offsets_of(S, at, at < S.n_segments)
@@ -128,13 +131,13 @@ def of_bunch(S, bunch, block, K: tl.constexpr):
 
 @triton.jit
 def pieces_of(size, K: tl.constexpr):
-    """How many a segment has."""
+    """How many pieces segments have."""
     return tl.cdiv(size, K.length)
 
 
 @triton.jit
 def of_pieces(S, i, pieces, K: tl.constexpr):
-    """Results of those segments of the bunch from segment i on that have pieces, as many as a tile takes at a time."""
+    """Write the results of those segments of the bunch at i that have pieces, as many at a time as fit in a tile."""
     upto = tl.cumsum(pieces, axis=0)
     total = tl.max(upto, axis=0)
     row, done = tl.arange(0, K.pieces), total * 0
@@ -142,7 +145,7 @@ def of_pieces(S, i, pieces, K: tl.constexpr):
         after = tl.max(tl.where(upto <= done + K.pieces, upto, 0), axis=0)
         ahead = tl.maximum(upto - done, 0)
         lives = row < after - done
-        # Before a row are all segments whose pieces end there or before.
+        # A row's segment comes after all those whose pieces end at the row or before.
         which = tl.where(lives, tl.cumsum(tl.histogram(ahead, K.pieces, mask=ahead < K.pieces), axis=0), 0)
         nth = tl.where(lives, row + done - tl.gather(upto - pieces, which, 0), 0)
         raw, raw_end = offsets_of(S, i + which, lives)
@@ -154,9 +157,10 @@ def of_pieces(S, i, pieces, K: tl.constexpr):
 
 @triton.jit
 def members_of(mine, K: tl.constexpr):
-    """(how many of a bunch are `mine`, which ones these are): before the n-th are all that have n or less up to them.
+    """(how many of a bunch are `mine`, the places of these in the bunch).
 
-    Histogram and gather, for a comparison of each with each would take the layout of a tile, and hundreds of registers.
+    It takes a histogram and a gather: comparing all with all would take the layout of a tile, and hundreds of
+    registers.
     """
     upto = tl.cumsum(mine.to(tl.int32), axis=0)
     members = tl.cumsum(tl.histogram(upto, K.segments, mask=upto < K.segments), axis=0)
@@ -165,7 +169,7 @@ def members_of(mine, K: tl.constexpr):
 
 @triton.jit
 def of_range(S, segment, begin, end, spoilt, K: tl.constexpr):
-    """The results of one segment, by one program; NaN if it is spoilt."""
+    """Write the results of one segment, by one program; NaN if it is spoilt."""
     segments = tl.zeros([1, 1], tl.int64) + segment
     if K.sums:
         m, s = reduce_range(S, begin, end, K)
@@ -183,10 +187,13 @@ def of_range(S, segment, begin, end, spoilt, K: tl.constexpr):
 
 @triton.jit
 def segment_at(S, first, last, K: tl.constexpr):
-    """The segments that two positions are in. Whatever the offsets are, it ends, at segments that there are."""
+    """The segments that two positions are in.
+
+    With wrong offsets too the search ends, at segments that exist.
+    """
     a, b = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     most_a, most_b = a + S.n_segments, b + S.n_segments
-    while (a < most_a) | (b < most_b):  # how many of the offsets after the first one are not past them
+    while (a < most_a) | (b < most_b):  # counts the offsets after the first one that are not past a position
         a, most_a = narrowed(S, a, most_a, first, K)
         b, most_b = narrowed(S, b, most_b, last, K)
     return tl.minimum(a, S.n_segments - 1), tl.minimum(b, S.n_segments - 1)
@@ -204,9 +211,10 @@ def narrowed(S, least, most, position, K: tl.constexpr):
 
 @triton.jit
 def tell_parts(S, slots_ptr, hubs_ptr, group, b, n_groups, n_blocks, block, K: tl.constexpr):
-    """Write what hubs have in a block, or its two numbers: of the one at its first position, and of one that follows.
+    """Store the two numbers of each part that hubs have in a block. Without K.sums, write the parts' results.
 
-    Which hubs these are is written for the second launch; -1 is none.
+    The parts are of the hub at the block's first position, and of another at its last. Their numbers are stored too,
+    for the second launch; -1 is no hub.
     """
     from_ = b.to(tl.int64) * block
     upto = tl.minimum(from_ + block, S.n)
@@ -237,7 +245,7 @@ def slot_of(group, b, tail, n_blocks):
 
 @triton.jit
 def heard_of_hub(S, slots_ptr, group, begin, end, n_groups, n_blocks, block, K: tl.constexpr):
-    """The two numbers of a hub, of its parts in their order, by whichever program asks."""
+    """The two numbers of a hub, merged from its parts in their order. Every program gets the same bits."""
     first, last = begin // block, (end - 1) // block
     m = tl.full([K.range_wide, K.cols], NEG_INF, tl.float32)
     s = tl.full([K.range_wide, K.cols], 0, tl.float32)
@@ -295,7 +303,7 @@ def _finish(
 
 @triton.jit
 def write_parts(S, slots_ptr, hubs_ptr, group, b, n_groups, n_blocks, block, K: tl.constexpr):
-    """Write what hubs have in a block."""
+    """Write the results of the parts that hubs have in a block."""
     from_ = tl.full([], 0, tl.int64) + b * block
     for tail in range(0, 2):
         segment = tl.load(hubs_ptr + slot_of(group, b, tail, n_blocks))
@@ -310,13 +318,15 @@ def write_parts(S, slots_ptr, hubs_ptr, group, b, n_groups, n_blocks, block, K: 
                 write_lse(S, segments, (segments >= 0) & (begin >= from_), m, s, K)
 
 
-# Offsets that fall, or do not go from 0 to n.
+# If offsets fall, or do not go from 0 to n.
 
 
 @triton.jit
 def make_anew(S, which, n_menders, K: tl.constexpr):
-    """The results of one of n_menders parts of all segments, as `reference` has them: by offsets none of which is less
-    than one before it. Segments whose own differ from these are NaN.
+    """Write the results of one of n_menders parts of all segments, as `reference` has them.
+
+    Segments are taken from offsets that are raised so that they never fall. A segment whose own offsets differ from
+    these is NaN.
     """
     share = tl.cdiv(S.n_segments, n_menders)
     first = which.to(tl.int64) * share

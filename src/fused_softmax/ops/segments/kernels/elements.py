@@ -1,10 +1,10 @@
-"""The elements of segments: where they are, what is read of them, and what becomes of them.
+"""The elements of segments: where they are, how they are read, and what is written for them.
 
 softmax: y = exp(z - m) / s, and its gradient dx = scale * y (dy - d) with d = sum y dy.  z = x * scale.
 log_softmax: y = z - m - log s, and dx = scale * (dy - exp(y) d) with d = sum dy.
 logsumexp: lse = m + log s of each segment, and dx = scale * exp(z - lse) dlse.
 
-Of each segment two numbers are known before its elements are written: (m, s); d twice; or (lse, dlse).
+Two numbers of each segment are known before its elements are written: (m, s); d twice; or (lse, dlse).
 """
 
 import triton
@@ -15,7 +15,7 @@ from fused_softmax.core.kernels.state import NEG_INF, exp_at, natural_exp, origi
 
 @triton.jit
 def side_by_side(S, POSITIONS: tl.constexpr, K: tl.constexpr):
-    """Where the elements of positions next to each other are, flat, from the first one of the first on."""
+    """Offsets of the elements of neighbouring positions, flat, from the first element on."""
     w = tl.arange(0, POSITIONS * K.cols)
     if K.one_block:
         return w
@@ -25,14 +25,14 @@ def side_by_side(S, POSITIONS: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def of_order(S, at, there, K: tl.constexpr):
-    """Where the elements [..., cols] are of positions `at` [..., 1] in the order, those that are there."""
+    """Offsets of the elements [..., cols] at positions `at` [..., 1] of the order."""
     at = tl.load(S.order_ptr + at, mask=there, other=0).to(tl.int64)
     return S.base + at * S.stride + S.cols
 
 
 @triton.jit
 def columns_there(S, there, K: tl.constexpr):
-    """Of the elements that `there` says, flat or [..., cols], those whose column is there too."""
+    """Which elements are `there`, flat or [..., cols], and in a column that exists."""
     if K.whole:
         return there
     elif K.ordered:
@@ -43,9 +43,9 @@ def columns_there(S, there, K: tl.constexpr):
 
 @triton.jit
 def read(S, near, far, there, K: tl.constexpr):
-    """(z, z), or (y, dy) in the gradient of softmax and log_softmax; what is not there counts for nothing.
+    """(z, z), or (y, dy) in the gradient of softmax and log_softmax. An element that is not `there` adds nothing.
 
-    near, far: whose sum is where elements are. Threads share the second, so that an instruction has it.
+    near + far: the offsets of elements. All threads have the same `far`, so it becomes a part of the instruction.
     """
     if K.backward and K.sums:
         y = load(S.x_ptr + near + far, there, NEG_INF if K.log else 0.0).to(tl.float32)
@@ -76,7 +76,10 @@ def write(S, near, far, there, y, K: tl.constexpr):
 
 @triton.jit
 def origin(m, K: tl.constexpr):
-    """(scale, base) of a maximum, by which exp(z - m) is computed. Of lse an inf counts by itself, not by NaN."""
+    """(scale, base) of the maximum m, for exp(z - m).
+
+    For lse, an inf counts as m = 0, so that exp gives inf and not NaN.
+    """
     if K.lse:
         m = tl.where(m == float("inf"), 0.0, m)
     return origin_of(m, K.ptx)
@@ -84,7 +87,7 @@ def origin(m, K: tl.constexpr):
 
 @triton.jit
 def weight(m_part, m, K: tl.constexpr):
-    """What the s of a part with the maximum m_part counts where the maximum is m."""
+    """The factor of the s of a part with maximum m_part, if the maximum of all is m."""
     if K.lse:
         return tl.where(m == float("inf"), 1.0, weight_of(m_part, m, K.ptx))
     else:
@@ -102,7 +105,7 @@ def term(a, b, K: tl.constexpr):
 
 @triton.jit
 def written(S, a, b, m, s, K: tl.constexpr):
-    """What is written for elements (a, b) of segments whose two numbers are m and s."""
+    """What is written for elements (a, b) of segments with the two numbers m and s."""
     if K.backward:
         if K.lse:
             dx = natural_exp(a - m, K.ptx) * s
@@ -122,7 +125,7 @@ def written(S, a, b, m, s, K: tl.constexpr):
 
 @triton.jit
 def given_of(S, segment, there, K: tl.constexpr):
-    """(lse, dlse) of segments, in the gradient of lse; NaN of one that has no result. segment: [..., 1]."""
+    """(lse, dlse) of segments, for the gradient of lse; NaN if a segment has no result. segment: [..., 1]."""
     there = there & (segment < S.n_lse)
     if not K.whole:
         there = there & (S.cols < S.left)
@@ -133,7 +136,7 @@ def given_of(S, segment, there, K: tl.constexpr):
 
 @triton.jit
 def write_lse(S, segment, there, m, s, K: tl.constexpr):
-    """Write lse of segments that have a result. segment, there: [..., 1], m and s with columns."""
+    """Write lse of segments that have a result. segment, there: [..., 1]; m and s have columns."""
     there = there & (segment < S.n_lse)
     if not K.whole:
         there = there & (S.cols < S.left)

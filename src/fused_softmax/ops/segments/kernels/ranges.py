@@ -1,4 +1,4 @@
-"""Segments longer than a tile: the two numbers of a range of positions, tile after tile, and what is written for it."""
+"""Segments longer than a tile: a range of positions is reduced to two numbers, tile after tile, and then written."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ from fused_softmax.ops.segments.kernels.elements import (
 
 @triton.jit
 def range_places(S, tile, begin, end, K: tl.constexpr):
-    """(near, far, there) of the elements of one of the tiles into which all positions are cut."""
+    """(near, far, there) of the elements of one tile of positions; `there` are those in the range."""
     WIDE: tl.constexpr = K.range_wide
     first = tl.full([], 0, tl.int64) + tile * K.range_tile
     least, most = tl.maximum(begin - first, 0).to(tl.int32), tl.minimum(end - first, K.range_tile).to(tl.int32)
@@ -38,13 +38,16 @@ def range_places(S, tile, begin, end, K: tl.constexpr):
 
 @triton.jit
 def is_inside(tile, begin, end, K: tl.constexpr):
-    """Whether all of a tile is in a range, and needs no mask, by which accesses of 16 bytes would be of 4."""
+    """Whether a tile lies in the range as a whole, and needs no mask.
+
+    With a mask, accesses of 16 bytes would become accesses of 4.
+    """
     return (K.whole and not K.ordered) & (tile * K.range_tile >= begin) & ((tile + 1) * K.range_tile <= end)
 
 
 @triton.jit
 def read_range(S, tile, begin, end, K: tl.constexpr):
-    """(a, b) [deep, wide, cols] of a tile, and nothing of positions that are not in the range."""
+    """(a, b) [deep, wide, cols] of a tile, as `read` gives them. Positions outside the range add nothing."""
     near, far, there = range_places(S, tile, begin, end, K)
     if is_inside(tile, begin, end, K):
         a, b = read(S, near, far, None, K)
@@ -60,7 +63,10 @@ def of_columns(a, K: tl.constexpr):
 
 @triton.jit
 def reduce_range(S, begin, end, K: tl.constexpr):
-    """The two numbers [1, cols] of what a segment has in a range: (m, s), or d twice. Each lane has its own state."""
+    """The two numbers [1, cols] of what a segment has in a range: (m, s), or d twice.
+
+    Each lane has its own state until the end.
+    """
     m = tl.full([K.range_wide, K.cols], NEG_INF, tl.float32)
     s = tl.full([K.range_wide, K.cols], 0, tl.float32)
     for tile in range(begin // K.range_tile, tl.cdiv(end, K.range_tile)):
@@ -77,7 +83,7 @@ def reduce_range(S, begin, end, K: tl.constexpr):
 
 @triton.jit
 def whole_of(m, s, K: tl.constexpr):
-    """The two numbers [1, cols] of the states [lanes, cols] of parts of a segment."""
+    """The two numbers [1, cols] of a segment, from the states [lanes, cols] of its parts."""
     if K.backward:
         d = tl.sum(s, axis=0)[None, :]
         return d, d
@@ -88,7 +94,7 @@ def whole_of(m, s, K: tl.constexpr):
 
 @triton.jit
 def write_range(S, begin, end, m, s, K: tl.constexpr):
-    """The last tile first: it was read last, and the caches have it."""
+    """Write the results of a range. The last tile comes first: it was read last, and the caches have it."""
     first, last = begin // K.range_tile, tl.cdiv(end, K.range_tile)
     for back in range(0, last - first):
         tile = last - 1 - back

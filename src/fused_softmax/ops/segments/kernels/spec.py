@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 class SegmentSpec:
     """How a program covers segments of [outer, n, inner], and what it computes of them.
 
-    segments: of a program's bunch. singles: whether these are rows of a tile as they are, if all are one piece.
-    pieces: rows of a tile, each of `deep` times `wide` positions of one segment, of which `wide` are next to each
-        other. cols: of the inner dim.
-    range_deep, range_wide: positions of a step through what is longer.
-    probes: offsets that a search looks at in one step. flags: that the second launch reads at once.
-    one_block: whether `cols` columns are all. whole: whether no block of columns has less. many: whether outer is > 1.
-    log, lse: log_softmax and logsumexp; neither of softmax. backward: whether it is the gradient.
-    ordered: whether elements are found by an order. nowhere: whether the last segment is of elements that are in none.
+    segments: of a program's bunch. singles: whether each of these is a row of a tile, if all have one piece.
+    pieces: rows of a tile. A row has `deep` times `wide` positions of one segment, of which `wide` are neighbours.
+    cols: columns of the inner dim.
+    range_deep, range_wide: positions of a step through a segment that is longer than a tile.
+    probes: offsets that a search reads in one step. flags: those that the second launch reads at once.
+    one_block: whether `cols` columns are all there are. whole: whether every block of columns is full. many: whether
+        outer is > 1.
+    log, lse: log_softmax and logsumexp; neither for softmax. backward: whether it is the gradient.
+    ordered: whether elements are found by an order. nowhere: whether the last segment has the elements that are in
+        none.
     scaled: whether the input is multiplied by a number. cast_dtype: the input is rounded to it as it is read.
     ptx: whether the kernel may use inline PTX.
     leads, follows: whether the second launch may begin before the first has ended.
@@ -56,7 +58,7 @@ class SegmentSpec:
 
     @property
     def sums(self) -> bool:
-        """Whether all elements of a segment make a number: of the gradient of lse its results are there."""
+        """Whether elements are summed. In the gradient of lse the numbers of segments are given."""
         return not (self.lse and self.backward)
 
     @property
@@ -65,14 +67,14 @@ class SegmentSpec:
 
 
 class Segments(NamedTuple):
-    """One outer index and one block of columns: what is read and written of it.
+    """One outer index and one block of columns: what is read of it, and what is written.
 
-    order_ptr, dy_ptr, out_ptr, lse_ptr, dlse_ptr: None where a call goes without. x is the input, and in the gradient
-    of softmax and log_softmax the result.
-    n_lse: segments that have a result. stride: elements from a position, or a segment, to the next. cols: [cols], from
-    the block's first on. left: how many columns there are from it on. base: where the first position's first column is.
-    of_lse: where the first segment's columns are. factor: the call's scale. nothing: the input that is -inf
-    once it is multiplied by it.
+    order_ptr, dy_ptr, out_ptr, lse_ptr, dlse_ptr: None if a call does without. x is the input, and in the gradient of
+    softmax and log_softmax the result.
+    n_lse: segments that have a result. stride: elements from one position, or segment, to the next. cols: [cols], from
+    the block's first column on. left: how many columns exist from that one on. base: where the first position's first
+    column is. of_lse: where the first segment's columns are. factor: the call's scale. nothing: the input that becomes
+    -inf when it is multiplied by the factor.
     """
 
     offsets_ptr: Any

@@ -1,7 +1,7 @@
 """A tile: pieces of segments, all read at once, so that each element is read once and written once.
 
-A piece is a row of the tile: `length` positions at most of one segment. Pieces of a segment are next to each other, and
-all of them are in one tile. What a segment's pieces have together, a scan over the rows tells its last one.
+A row of the tile is a piece: at most `length` positions of one segment. The pieces of a segment are next to each other,
+and all in one tile. A scan over the rows merges the pieces of each segment.
 """
 
 import triton
@@ -24,9 +24,10 @@ from fused_softmax.ops.segments.kernels.elements import (
 
 @triton.jit
 def of_tile(S, segment, begin, size, nth, left, K: tl.constexpr):
-    """The results of the segments that rows have pieces of: row `nth` of its segment, with `left` more after it.
+    """Write the results of the segments whose pieces are the rows of a tile.
 
-    segment, begin, size: of the segment, [pieces]; size is below 0 in a row without one.
+    segment, begin, size: of each row's segment, [pieces]; size is below 0 in a row without one. nth: which piece of it
+    the row is. left: how many pieces come after it.
     """
     lives = size >= 0
     near, far, there = places_of(S, begin + nth.to(tl.int64) * K.length, size - nth * K.length, K)
@@ -71,8 +72,9 @@ def of_rows(a, K: tl.constexpr):
 def places_of(S, first, upto, K: tl.constexpr):
     """(near, far, there) of elements: [pieces, deep, wide * cols], with an order [pieces, deep, wide, cols].
 
-    first: position of a row. upto: positions from it on that are its segment's.
-    The compiler gives lanes the last axis and then rows: a thread has all of `deep`, and few lanes share a row.
+    first: the first position of each row. upto: how many positions from there on belong to its segment.
+    The compiler gives lanes first the last axis and then rows. So a thread has all of `deep`, and few lanes share a
+    row.
     """
     if K.ordered:
         deep, wide = tl.arange(0, K.deep)[None, :, None, None], tl.arange(0, K.wide)[None, None, :, None]
@@ -90,14 +92,14 @@ def places_of(S, first, upto, K: tl.constexpr):
 
 @triton.jit
 def max_of_pieces(m, begins, last, K: tl.constexpr):
-    """Of all pieces of a segment, for each of them."""
+    """For each piece, the maximum over all pieces of its segment."""
     begins = tl.broadcast_to(begins.to(tl.int32)[:, None], m.shape)
     return of_last(tl.associative_scan((begins, m), 0, _greater)[1], last)
 
 
 @triton.jit
 def sum_of_pieces(s, begins, last, K: tl.constexpr):
-    """Of all pieces of a segment, for each of them."""
+    """For each piece, the sum over all pieces of its segment."""
     begins = tl.broadcast_to(begins.to(tl.int32)[:, None], s.shape)
     return of_last(tl.associative_scan((begins, s), 0, _added)[1], last)
 

@@ -29,7 +29,7 @@ def _causal_forward(
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
     sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
-    """A row, of as many pieces as are visible, by K.causal_step: all before the last step are visible whole."""
+    """A program has a row. Each run of K.causal_step pieces in which the diagonal may lie has code of its own."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
@@ -51,14 +51,14 @@ def _causal_forward(
 
 @triton.jit
 def row_up_to(x, y, row, program, n_cols, head, q, sink, S, K: tl.constexpr, OPEN: tl.constexpr):
-    """The row whose diagonal crosses one of the K.causal_step pieces after the first OPEN."""
+    """A row whose diagonal crosses one of the K.causal_step pieces after the first OPEN pieces."""
     SEEN: tl.constexpr = OPEN + K.causal_step if OPEN + K.causal_step < K.pieces else K.pieces
     body = whole_vectors(n_cols - head, K)
     r = Row(row, 0, 0, body, head, body, tl.arange(0, K.block_cols))
     y_body = body_of(y, row, K)
     z = load_scores(body_of(x, row, K), head, body, r, q, S, mask_of_row(program, S, K), K, SEEN, OPEN)
     edge = 0
-    if K.shifted:  # loaded before anything waits for the pieces
+    if K.shifted:  # requested before anything waits for the pieces
         cols, on = edges_of(r, n_cols, 1, K)
         at = load_exact(x.ptr + row * x.stride + cols, on & (cols < q.visible), q.masked_input, K)
         edge = Edge(cols, on, at)
@@ -73,13 +73,13 @@ def row_up_to(x, y, row, program, n_cols, head, q, sink, S, K: tl.constexpr, OPE
     m, s = with_sink(m, sum_of_row(z, edge, m, q, K), sink, K)
     store_row(y, n_cols, z, edge, m, s, r, q, K)
     hidden = result_of(tl.full([], NEG_INF, m.dtype), m, s, K)
-    if (q.visible <= 0) | (hidden != zero):  # a row with a NaN, or of which nothing is kept
+    if (q.visible <= 0) | (hidden != zero):  # the row has a NaN, or nothing of it is kept
         store_hidden(y_body, hidden, r, K, SEEN)
 
 
 @triton.jit
 def store_hidden(ptr, value, r, K: tl.constexpr, SEEN: tl.constexpr):
-    """One value in the pieces from SEEN on."""
+    """Store one value in the pieces from SEEN on."""
     BLOCK_COLS: tl.constexpr = K.block_cols
     PIECES: tl.constexpr = K.pieces
     y = tl.zeros([BLOCK_COLS], value.dtype) + value

@@ -1,14 +1,12 @@
 """What kernels over a strided dim are compiled for, and the bundles of values that their helpers share.
 
-How programs that share columns over a strided dim exchange states: one message for each inner position.
+Programs that share columns over a strided dim exchange one message for each inner position. The message, its tag and
+the wait for it are those of `exchange.py`, and a function that is named after one there does the same. A group's slots
+are [block_inner, n_parts], and are read as a tile [block_inner, lanes].
 
-A message, its tag and the wait for it are those of `exchange.py`, and so is what a function named after one there does.
-A group's slots are [block_inner, n_parts], and are read as a tile [block_inner, lanes].
-
-Scores over a strided dim: scale and mask applied to held tiles [block_cols, block_inner].
-
-Scale and mask are read where they lie. If a mask is the same for all columns, or for all inner positions, a program
-reads only one row or one column of the mask for each tile.
+Scores over a strided dim: scale and mask are applied to held tiles [block_cols, block_inner]. Both are read where they
+lie. If a mask is the same for all columns, or for all inner positions, a program reads only one row or one column of
+the mask for each tile.
 """
 
 from dataclasses import dataclass
@@ -25,10 +23,10 @@ from fused_softmax.ops.softmax.kernels.scores import only_column, scores_by
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSpec(Spec):
-    """Of reductions over a strided dim: tiles [cols, inner] along contiguous inner positions.
+    """For reductions over a strided dim: tiles [cols, inner] along contiguous inner positions.
 
-    block_inner: inner positions of a tile; whole: whether blocks of them divide the inner size. positions: how many of
-    them a thread has a state for. unpack_bf16: as `unpack`.
+    block_inner: inner positions of a tile. whole: whether blocks of them divide the inner size. positions: how many of
+    them a thread has states for. unpack_bf16: as `unpack`.
     log, mask, scaled, greedy, hides, zero_masked_rows: as ScoreSpec's. out_dtype: as GradientSpec's.
     mask_cols, mask_inner, scale_inner: whether mask and scale differ along the columns and along inner positions.
     mask_vector: elements of the mask that lie side by side at an aligned address.
@@ -65,7 +63,10 @@ class ColumnSpec(Spec):
 
     @property
     def subtract_first(self):
-        """In 2 bytes a thread has twice as many inner positions, and one number for each must do: 3 programs fit."""
+        """For 2-byte elements, of which a thread has twice as many inner positions.
+
+        With one number for each position, and not two, three programs fit.
+        """
         return self.holds and self.cast_dtype.primitive_bitwidth == 16
 
 
@@ -91,7 +92,7 @@ class ColumnScores(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A block of inner positions (where `on`) and the columns of it that a program has, from `start` on."""
+    """A block of inner positions, of which those `on` exist, and the columns of it that a program has, from `start`."""
 
     outer: Any
     inner: Any
@@ -101,7 +102,7 @@ class Columns(NamedTuple):
 
 
 class ColumnParts(NamedTuple):
-    """`Parts`, of a group's columns."""
+    """`Parts` for the columns of a group."""
 
     group: Any
     n_cols: Any
@@ -112,8 +113,8 @@ class ColumnParts(NamedTuple):
 
 @triton.jit
 def publish_columns(m, s, slots_ptr, part, n_parts, tag, K: tl.constexpr):
-    """`publish`, a message an inner position."""
-    tl.debug_barrier()  # warps that share no column may be late, and read the tag that this flips
+    """`publish` with a message for each inner position."""
+    tl.debug_barrier()  # a warp that shares no column may be late, and has yet to read the tag that this flips
     slot_ptrs = slots_ptr + part + tl.arange(0, K.block_inner)[None, :] * n_parts
     tl.atomic_xchg(slot_ptrs, pack_state(m, s, tag), sem="relaxed")
 
@@ -128,10 +129,11 @@ def slots_of_columns(slots_ptr, n_parts, K: tl.constexpr):
 
 @triton.jit
 def collect_columns(slots_ptr, n_parts, tag, K: tl.constexpr):
-    """`collect`, [block_inner, lanes].
+    """`collect`, as [block_inner, lanes].
 
-    Parts run along the other axis than columns do, so that the compiler lays out the result anew, and not the columns.
-    And side by side: few threads of one warp share an inner position, and reduce it without shared memory.
+    Parts lie along another axis than columns do, so that the compiler changes the layout of the result, and not that of
+    the columns. They lie side by side, so that few threads of one warp share an inner position, and reduce it without
+    shared memory.
     """
     LANES: tl.constexpr = K.lanes
     BLOCK_INNER: tl.constexpr = K.block_inner
@@ -161,7 +163,7 @@ def stand_in_columns(slots_ptr, n_parts, tag, STATE: tl.constexpr, given, K: tl.
 
 @triton.jit
 def next_missing_columns(slot_ptrs, message, part, n_parts, tag, K: tl.constexpr):
-    """`next_missing`: of parts whose state of any inner position a warp misses."""
+    """`next_missing`, for parts of which a warp misses the state of any inner position."""
     lanes = tl.arange(0, K.lanes)[None, :]
     missing = tl.zeros([], tl.int32)
     while (part < n_parts) & (missing == 0):
@@ -173,7 +175,7 @@ def next_missing_columns(slot_ptrs, message, part, n_parts, tag, K: tl.constexpr
 
 @triton.jit
 def states_of_columns(message, n_parts, K: tl.constexpr):
-    """`states_of`, [block_inner, lanes]."""
+    """`states_of`, as [block_inner, lanes]."""
     peer = tl.arange(0, K.lanes)[None, :] < n_parts
     m_parts, s_parts = unpack_state(message)
     return tl.where(peer, m_parts, NEG_INF), tl.where(peer, s_parts, 0.0)
@@ -198,7 +200,7 @@ def summed_columns(message, n_parts, K: tl.constexpr):
 
 @triton.jit
 def scores_of_columns(c, S, K: tl.constexpr):
-    """What the scores of each inner position depend on; numbers where they are the same for all."""
+    """What the scores of each inner position depend on; single numbers if they are the same for all."""
     if K.scaled:
         factor = S.scale
         if S.scale_ptr is not None:
@@ -215,9 +217,9 @@ def scores_of_columns(c, S, K: tl.constexpr):
 
 @triton.jit
 def keep_columns(tiles, c, q, S, K: tl.constexpr, FULL: tl.constexpr):
-    """The tiles with all that is masked turned to the masked input. FULL: as `load_columns` has it.
+    """The tiles, with what is masked turned to the masked input. FULL: see `load_columns`.
 
-    An added mask makes of them the finished scores, in the dtype of the arithmetic.
+    An added mask turns them into finished scores, in the dtype of the arithmetic.
     """
     wide: tl.constexpr = tl.float64 if tiles[0].dtype.is_fp64() else tl.float32
     kept = ()
@@ -238,10 +240,10 @@ def keep_columns(tiles, c, q, S, K: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def mask_of_columns(p, c, S, K: tl.constexpr, FULL: tl.constexpr):
-    """The mask of a tile: of its shape, or one row, one column or one number of it. 0 where the tile has nothing."""
+    """The mask of a tile: of its shape, or one row, one column or one number of it. 0 outside the tensor."""
     VECTOR: tl.constexpr = K.vector
     cols = tl.arange(0, K.block_cols)[:, None]
-    inner = tl.max_contiguous(c.inner, VECTOR)[None, :]  # no wider than x is read: a thread has the same positions
+    inner = tl.max_contiguous(c.inner, VECTOR)[None, :]  # no wider than x, so that a thread has the same positions
     here = S.mask_ptr + c.outer * in_vectors(S.mask_outer, K)
     if K.mask_cols:
         stride = in_vectors(S.mask_col, K).to(tl.int64)
@@ -267,13 +269,13 @@ def mask_of_columns(p, c, S, K: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def in_vectors(stride, K: tl.constexpr):
-    """A stride of the mask, in a form that shows the compiler how wide its accesses may be."""
+    """A stride of the mask, computed so that the compiler sees how wide its accesses may be."""
     return stride // K.mask_vector * K.mask_vector
 
 
 @triton.jit
 def keep_first_columns(tiles, m, q, K: tl.constexpr):
-    """Of greedy inner positions the first maximum alone."""
+    """The tiles, in which greedy inner positions keep their first maximum alone."""
     cols = tl.arange(0, K.block_cols)[:, None]
     found = tl.where(scores_of(tiles[0], q.factor, K) == m, cols, NO_COLUMN)
     for p in tl.static_range(1, len(tiles)):

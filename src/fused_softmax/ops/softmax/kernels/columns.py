@@ -54,7 +54,7 @@ def _column_forward(
     n_cols, n_inner, n_parts, part_cols, mask_outer, mask_col, mask_inner, scale_outer, scale_inner, scale,
     K: tl.constexpr,
 ):  # fmt: skip
-    """The columns of one block of inner positions, or a part of them (K.split)."""
+    """A program has the columns of one block of inner positions, or a part of them (K.split)."""
     S = ColumnScores(mask_ptr, scale_ptr, mask_outer, mask_col, mask_inner, scale_outer, scale_inner, scale)
     group, part = place_of(n_parts, K)
     group_slots_ptr = slots_ptr
@@ -84,7 +84,7 @@ def _column_logsumexp(
     slots_ptr, x_ptr, lse_ptr, x_outer_stride, x_col_stride, lse_outer_stride, lse_col_stride,
     n_cols, n_inner, n_parts, part_cols, K: tl.constexpr,
 ):  # fmt: skip
-    """logsumexp of the same, online: every lane of the tile keeps a state of its own until all columns are read."""
+    """logsumexp of columns, online: every lane of the tile has a state of its own until all columns are read."""
     group, part = place_of(n_parts, K)
     group_slots_ptr = slots_ptr
     tag = 0
@@ -115,7 +115,7 @@ def _column_backward(
     slots_ptr, dy_ptr, y_ptr, dx_ptr, dy_outer_stride, dy_col_stride, y_outer_stride, y_col_stride,
     dx_outer_stride, dx_col_stride, n_cols, n_inner, n_parts, part_cols, factor, K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the same."""
+    """The gradient of softmax or log_softmax of columns."""
     group, part = place_of(n_parts, K)
     group_slots_ptr = slots_ptr
     tag = 0
@@ -144,7 +144,10 @@ def _column_backward(
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, x, y, n_cols, n_inner, n_parts, part_cols, tag, S, K: tl.constexpr):
-    """The results of a part of a group whose other parts are not all there: see `forward.finish_alone`."""
+    """Store the results of a part of a group, if messages of other parts are missing.
+
+    See `forward.finish_alone`.
+    """
     group, part = place_of(n_parts, K)
     given = ColumnParts(group, n_cols, n_inner, part_cols, (x, S))
     slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)
@@ -161,7 +164,7 @@ def finish_alone(slots_ptr, x, y, n_cols, n_inner, n_parts, part_cols, tag, S, K
 
 @triton.jit(noinline=True)
 def finish_gradient_alone(slots_ptr, dy, y, dx, n_cols, n_inner, n_parts, part_cols, factor, tag, K: tl.constexpr):
-    """The same of a gradient."""
+    """`finish_alone` for a gradient."""
     group, part = place_of(n_parts, K)
     given = ColumnParts(group, n_cols, n_inner, part_cols, (y, dy))
     slots_ptr = slots_again(slots_ptr, group, n_parts, K.block_inner)
@@ -178,7 +181,7 @@ def finish_gradient_alone(slots_ptr, dy, y, dx, n_cols, n_inner, n_parts, part_c
 def finish_lse_alone(
     slots_ptr, x, lse_ptr, lse_outer_stride, n_cols, n_inner, n_parts, part_cols, tag, K: tl.constexpr
 ):  # fmt: skip
-    """The same of logsumexp."""
+    """`finish_alone` for logsumexp."""
     group, _ = place_of(n_parts, K)
     c = positions_of(group, n_cols, n_inner, K)
     given = ColumnParts(group, n_cols, n_inner, part_cols, (x, c))
@@ -189,7 +192,10 @@ def finish_lse_alone(
 
 @triton.jit
 def positions_of(group, n_cols, n_inner, K: tl.constexpr):
-    """A group's columns, read no wider than a thread has states: each position takes one, in registers."""
+    """A group's columns, read no wider than a thread has states.
+
+    Each position takes one state, in registers.
+    """
     POSITIONS: tl.constexpr = K.positions
     c = columns_of(group, group * 0, n_cols, n_inner, K)
     return Columns(c.outer, tl.max_contiguous(c.inner, POSITIONS), c.on, c.start, c.size)
@@ -197,7 +203,7 @@ def positions_of(group, n_cols, n_inner, K: tl.constexpr):
 
 @triton.jit
 def store_lse(lse_ptr, message, n_parts, c, K: tl.constexpr):
-    """lse of a group, by the messages of all its parts."""
+    """Store lse of a group, from the messages of all its parts."""
     m_parts, s_parts = states_of_columns(message, n_parts, K)
     m, s = merge_states(tl.maximum(m_parts, -GREATEST), s_parts, 1, K)
     tl.store(lse_ptr + c.inner, (m + tl.log(s)).to(K.cast_dtype), mask=c.on)
@@ -205,7 +211,7 @@ def store_lse(lse_ptr, message, n_parts, c, K: tl.constexpr):
 
 @triton.jit
 def store_results(y, x, m, s, c, S, K: tl.constexpr):
-    """The results of the tiles of a program."""
+    """Store the results of the tiles of a program."""
     q = scores_of_columns(c, S, K)
     x = hold_all(x, K.ptx)
     y_ptr = at_columns(y.ptr, y.outer_stride, y.col_stride, c, K)
@@ -216,7 +222,7 @@ def store_results(y, x, m, s, c, S, K: tl.constexpr):
 
 @triton.jit
 def store_gradients(dx, y, dy, d, factor, c, K: tl.constexpr):
-    """The gradients of the tiles of a program."""
+    """Store the gradients of the tiles of a program."""
     dx_ptr = at_columns(dx.ptr, dx.outer_stride, dx.col_stride, c, K)
     for p in tl.static_range(len(y)):
         store_columns(dx_ptr, dx.col_stride, gradient_of(y[p], dy[p], d, factor, K), p, c, K, K.full_pieces)
@@ -224,14 +230,14 @@ def store_gradients(dx, y, dy, d, factor, c, K: tl.constexpr):
 
 @triton.jit
 def hold_columns(x, c, S, K: tl.constexpr):
-    """(tiles, m, s) of the scores of the columns of a program."""
+    """(tiles, m, s) of the scores of a program's columns."""
     q = scores_of_columns(c, S, K)
     PIECES: tl.constexpr = K.pieces
     x_ptr = at_columns(x.ptr, x.outer_stride, x.col_stride, c, K)
     x = load_columns(x_ptr, x.col_stride, c, q.masked_input, K, PIECES, K.full_pieces)
     if K.mask:
         x = keep_columns(x, c, q, S, K, K.full_pieces)
-    m = max_of(x, q.factor, K)[None, :]  # two dims before any asm, past which layouts do not travel
+    m = max_of(x, q.factor, K)[None, :]  # two dims before any asm, through which layouts do not travel
     if K.greedy:
         x = keep_first_columns(x, m, q, K)
     x = hold_all(x, K.ptx)
@@ -241,7 +247,7 @@ def hold_columns(x, c, S, K: tl.constexpr):
 
 @triton.jit
 def hold_both(y, dy, c, K: tl.constexpr):
-    """(tiles of y, tiles of dy, d) of the columns of a program."""
+    """(tiles of y, tiles of dy, d) of a program's columns."""
     PIECES: tl.constexpr = K.pieces
     y_ptr = at_columns(y.ptr, y.outer_stride, y.col_stride, c, K)
     dy_ptr = at_columns(dy.ptr, dy.outer_stride, dy.col_stride, c, K)
@@ -259,7 +265,7 @@ def held_size(c, K: tl.constexpr):
 
 @triton.jit
 def columns_from(at, c):
-    """The columns of a program less its first `at`."""
+    """The columns of a program without its first `at`."""
     return Columns(c.outer, c.inner, c.on, c.start + at, c.size - at)
 
 
@@ -271,7 +277,7 @@ def load_tile(x, c, OTHER, K: tl.constexpr):
 
 @triton.jit
 def load_kept(at, first, x, c, q, S, K: tl.constexpr):
-    """The tile that begins `at` columns after a program's first, less what a greedy inner position does not keep."""
+    """The tile that begins `at` columns after a program's first, without what greedy inner positions do not keep."""
     here = columns_from(at, c)
     tile = load_scores(x, here, q, S, K)
     if K.greedy:
@@ -281,7 +287,7 @@ def load_kept(at, first, x, c, q, S, K: tl.constexpr):
 
 @triton.jit
 def load_scores(x, c, q, S, K: tl.constexpr):
-    """The first tile of columns, with all that is masked turned to the masked input."""
+    """The first tile of columns, with what is masked turned to the masked input."""
     tile = load_tile(x, c, q.masked_input, K)
     if K.mask:
         tile = keep_columns((tile,), c, q, S, K, 0)[0]
@@ -292,7 +298,7 @@ def load_scores(x, c, q, S, K: tl.constexpr):
 def scan_columns(x, c, q, S, K: tl.constexpr):
     """(m, s, the column that a greedy inner position keeps) of a program's columns, read tile by tile.
 
-    With the bits that they have where the columns are held: lanes add up in the same order.
+    They have the same bits as where the columns are held, because lanes add up in the same order.
     """
     BLOCK_COLS: tl.constexpr = K.block_cols
     BLOCK_INNER: tl.constexpr = K.block_inner
@@ -374,13 +380,13 @@ def place_of(n_parts, K: tl.constexpr):
 
 @triton.jit
 def multiple_of(size, K: tl.constexpr):
-    """A size that the vector divides, in a form that shows it: accesses are as wide as the compiler knows it to be."""
+    """A size that is a multiple of the vector, computed so that the compiler sees it, and makes accesses as wide."""
     return size // K.vector * K.vector
 
 
 @triton.jit
 def columns_of(group, start, n_cols, n_inner, K: tl.constexpr):
-    """The columns from `start` on of a group's inner positions."""
+    """The columns of a group's inner positions, from `start` on."""
     blocks = tl.cdiv(n_inner, K.block_inner)
     inner = group % blocks * K.block_inner + tl.arange(0, K.block_inner)
     return Columns((group // blocks).to(tl.int64), inner, inner < multiple_of(n_inner, K), start, n_cols - start)
@@ -388,7 +394,7 @@ def columns_of(group, start, n_cols, n_inner, K: tl.constexpr):
 
 @triton.jit
 def at_columns(ptr, outer_stride, col_stride, c, K: tl.constexpr):
-    """Where a group's columns begin in a tensor, less the inner positions."""
+    """The address of a group's columns in a tensor, without the inner positions."""
     if K.nested:
         ptr += nested_offset(c.outer, outer_stride, K)
     else:
@@ -398,9 +404,9 @@ def at_columns(ptr, outer_stride, col_stride, c, K: tl.constexpr):
 
 @triton.jit
 def load_columns(ptr, stride, c, OTHER, K: tl.constexpr, PIECES: tl.constexpr, FULL: tl.constexpr):
-    """Tiles [block_cols, block_inner] one below another, as a tuple; columns past the size are OTHER.
+    """Tiles [block_cols, block_inner] one below another, as a tuple. Columns past the size are OTHER.
 
-    FULL: how many leading tiles end before it.
+    FULL: how many leading tiles end before the size.
     """
     cols = tl.arange(0, K.block_cols)[:, None]
     stride = multiple_of(stride, K).to(tl.int64)
@@ -408,7 +414,7 @@ def load_columns(ptr, stride, c, OTHER, K: tl.constexpr, PIECES: tl.constexpr, F
     pieces = ()
     for p in tl.static_range(PIECES):
         here = at + p * (stride * K.block_cols)
-        # `on`, of a bound that the compiler knows nothing of, makes accesses of one element: only where it is needed.
+        # The compiler knows nothing of the bound in `on`, which makes accesses of one element: only where it is needed.
         if p < FULL and K.whole:
             piece = load_exact(here, None, None, K)
         elif K.whole:
@@ -423,7 +429,7 @@ def load_columns(ptr, stride, c, OTHER, K: tl.constexpr, PIECES: tl.constexpr, F
 
 @triton.jit
 def load_whole_columns(ptr, stride, c, K: tl.constexpr):
-    """The same where no column lies past the size."""
+    """`load_columns` where no column lies past the size."""
     cols = tl.arange(0, K.block_cols)[:, None]
     at = ptr + (cols.to(tl.int64) * stride + c.inner[None, :])
     pieces = ()
@@ -442,7 +448,7 @@ def load_whole_columns(ptr, stride, c, K: tl.constexpr):
 def store_columns(ptr, stride, y, p, c, K: tl.constexpr, FULL: tl.constexpr):
     cols = tl.arange(0, K.block_cols)[:, None]
     stride = stride.to(tl.int64)
-    if K.ptx and K.whole:  # opaque: else the addresses of all tiles are made before the wait, and kept in memory
+    if K.ptx and K.whole:  # hidden: else the addresses of all tiles are computed before the wait, and spilled
         stride = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [stride], dtype=tl.int64, is_pure=False, pack=1)
     stride = multiple_of(stride, K)
     at = ptr + (cols.to(tl.int64) * stride + c.inner[None, :]) + p * (stride * K.block_cols)
@@ -458,7 +464,7 @@ def store_columns(ptr, stride, y, p, c, K: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def empty_state(K: tl.constexpr):
-    """(m, s) of every lane of a tile that has read nothing. m is finite and stays finite: -inf - -inf never arises."""
+    """(m, s) of every lane before it has read anything. m is finite and stays finite: -inf - -inf never arises."""
     BLOCK_COLS: tl.constexpr = K.block_cols
     BLOCK_INNER: tl.constexpr = K.block_inner
     if K.cast_dtype.is_fp64():
@@ -470,11 +476,11 @@ def empty_state(K: tl.constexpr):
 
 @triton.jit
 def take_columns(m, s, x, K: tl.constexpr):
-    """The state of every lane with its elements of the tiles x."""
+    """The state of every lane after taking its elements of the tiles x."""
     top = widen(x[0], K.compute_dtype)
     for p in tl.static_range(1, len(x)):
         top = tl.maximum(top, widen(x[p], K.compute_dtype))
-    top = finite_top(tl.maximum(m, top))  # m last: of narrow numbers alone, two are compared at once
+    top = finite_top(tl.maximum(m, top))  # m last: among narrow numbers alone, one instruction compares two
     s *= natural_exp(m - top, K.ptx)
     for p in tl.static_range(len(x)):
         s += natural_exp(widen(x[p], K.compute_dtype, K.ptx) - top, K.ptx)
@@ -483,7 +489,7 @@ def take_columns(m, s, x, K: tl.constexpr):
 
 @triton.jit
 def merge_states(m_parts, s_parts, AXIS: tl.constexpr, K: tl.constexpr):
-    """The state of all states along an axis."""
+    """The merged state of all states along an axis."""
     m = tl.max(m_parts, axis=AXIS)
     weights = natural_exp(m_parts - tl.expand_dims(m, AXIS), K.ptx)
     return m, tl.sum(rounded_product(s_parts, weights), axis=AXIS)

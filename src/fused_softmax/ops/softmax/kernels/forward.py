@@ -53,8 +53,8 @@ from fused_softmax.ops.softmax.kernels.scores import (
 )
 
 
-# Of strides the compiler is told what K.vector says and no more: what it knew besides would give half precision that
-# becomes fp32 wider accesses, and so sums in another order than fp32's.
+# The compiler learns of strides what K.vector says, and no more. If it knew more, half precision that becomes fp32
+# would get wider accesses, and so be summed in another order than fp32.
 @triton.jit(do_not_specialize=[
     "x_row_stride", "y_row_stride", "n_rows", "n_cols", "misalignment", "ahead", "n_1", "n_2", "n_queries"
 ])  # fmt: skip
@@ -63,7 +63,7 @@ def _tile_forward(
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
     sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
-    """Several short rows a program."""
+    """A program has several short rows."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
@@ -94,7 +94,7 @@ def _part_forward(
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
     sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, or one part of it (K.split). Parts start in order, and the plan lets all fit the chip."""
+    """A program has a row, or one part of it (K.split). Parts start in order, and the plan lets all fit the chip."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
@@ -146,10 +146,10 @@ def row_of_program(n_parts, S, K: tl.constexpr):
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K: tl.constexpr):
-    """The results of a part of a row whose other parts have not all told their states.
+    """Store the results of a part of a row, if messages of other parts are missing.
 
-    A function of the kernel's own arguments, which finds its place and reads its part anew, piece by piece. It holds no
-    part, so it takes fewer registers than the kernel does.
+    Its arguments are those of the kernel: it finds its place and reads its part anew, piece by piece. It holds no part,
+    so it takes fewer registers than the kernel does.
     """
     row, part = row_of_program(n_parts, S, K), tl.program_id(0) % n_parts
     given = Parts(row, x, n_cols, n_parts, part_cols, S)
@@ -174,9 +174,9 @@ def finish_alone(slots_ptr, x, y, n_cols, n_parts, part_cols, tag, S, K: tl.cons
 
 @triton.jit
 def scan_part(r, x, n_cols, n_parts, q, S, K: tl.constexpr):
-    """(m, s, edge, the column that a greedy row keeps) of a part of a row, read piece by piece again and again.
+    """(m, s, edge, the column that a greedy row keeps) of a part of a row, read piece by piece several times.
 
-    With the bits that the part has where it is held: lanes add up in the same order.
+    They have the same bits as where the part is held, because lanes add up in the same order.
     """
     BLOCK_COLS: tl.constexpr = K.block_cols
     top = tl.full([BLOCK_COLS], NEG_INF, K.state_dtype)
@@ -210,14 +210,14 @@ def scan_part(r, x, n_cols, n_parts, q, S, K: tl.constexpr):
 
 @triton.jit
 def load_piece(at, r, x, q, S, K: tl.constexpr):
-    """The piece that begins `at` columns after its part."""
+    """The piece that begins `at` columns after the start of its part."""
     ptr, mask_ptr = body_of(x, r.row, K) + r.start + at, mask_of_row(r.row, S, K)
     return load_scores(ptr, r.head + r.start + at, r.size - at, r, q, S, mask_ptr, K, 1, 0)[0]
 
 
 @triton.jit
 def load_kept(at, column, r, x, q, S, K: tl.constexpr):
-    """The same, less what a greedy row does not keep."""
+    """`load_piece`, without what a greedy row does not keep."""
     z = load_piece(at, r, x, q, S, K)
     if K.greedy:
         z = only_column(z, r.head + r.start + at + r.cols, column, q, K)
@@ -226,7 +226,7 @@ def load_kept(at, column, r, x, q, S, K: tl.constexpr):
 
 @triton.jit
 def store_part(y, n_cols, n_parts, z, edge, message, sink, r, q, K: tl.constexpr):
-    """The results of a part of a row, by the messages of all."""
+    """Store the results of a part of a row, given the messages of all parts."""
     if K.greedy:
         m, s = merged_greedy(message, r.part, n_parts, q.greedy, sink, K)
     else:
@@ -237,7 +237,7 @@ def store_part(y, n_cols, n_parts, z, edge, message, sink, r, q, K: tl.constexpr
 
 @triton.jit
 def load_part(r, x, n_cols, n_parts, q, S, K: tl.constexpr):
-    """(pieces, edge, maximum) of the scores of a row, or of its part; of a greedy row nothing but its maximum."""
+    """(pieces, edge, maximum) of the scores of a row, or of its part. A greedy row keeps its first maximum alone."""
     z, edge = load_row(x, n_cols, n_parts, r, q, S, K)
     m, edge = max_of_row(z, edge, r, q, S, K)
     if K.greedy:  # noqa: SIM102  a constexpr, then a value
@@ -261,7 +261,7 @@ def _stream_state(
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
     K: tl.constexpr,
 ):  # fmt: skip
-    """(m, s) of one part of a row, online: tile by tile, each merged into the state of those before it."""
+    """(m, s) of one part of a row, online: each tile is merged into the state of those before it."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, None, None, None, None,
@@ -295,7 +295,7 @@ def _stream_forward(
     misalignment, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
     sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
-    """The second read of one part of a row, with the states of all its parts."""
+    """The second read of one part of a row, given the states of all parts."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,

@@ -33,7 +33,7 @@ def _tile_backward(
     dy_ptr, y_ptr, dx_ptr, dy_row_stride, y_row_stride, dx_row_stride, n_rows, n_cols, misalignment, ahead, factor,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Several short rows a program."""
+    """A program has several short rows."""
     dy_rows = Rows(dy_ptr, dy_row_stride, misalignment, dy_row_stride if K.nested else None)
     y_rows = Rows(y_ptr, y_row_stride, misalignment, y_row_stride if K.nested else None)
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
@@ -51,7 +51,7 @@ def _part_backward(
     slots_ptr, dy_ptr, y_ptr, dx_ptr, dy_row_stride, y_row_stride, dx_row_stride,
     n_cols, n_parts, part_cols, n_programs, misalignment, ahead, factor, K: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, or one part of it (K.split). Parts start in order, and the plan lets all fit the chip."""
+    """A program has a row, or one part of it (K.split). Parts start in order, and the plan lets all fit the chip."""
     dy_rows = Rows(dy_ptr, dy_row_stride, misalignment, dy_row_stride if K.nested else None)
     y_rows = Rows(y_ptr, y_row_stride, misalignment, y_row_stride if K.nested else None)
     dx_rows = Rows(dx_ptr, dx_row_stride, misalignment)
@@ -110,7 +110,7 @@ def _stream_backward(
     dy_ptr, y_ptr, dx_ptr, d_ptr, dy_row_stride, y_row_stride, dx_row_stride, n_cols, n_parts, part_cols, misalignment,
     factor, K: tl.constexpr,
 ):  # fmt: skip
-    """The second read of one part of a row, with the d of all its parts."""
+    """The second read of one part of a row, given the d of all parts."""
     PIECES: tl.constexpr = K.pieces
     dy_rows = Rows(dy_ptr, dy_row_stride, misalignment, dy_row_stride if K.nested else None)
     y_rows = Rows(y_ptr, y_row_stride, misalignment, y_row_stride if K.nested else None)
@@ -142,7 +142,7 @@ def load_both(y_rows, dy_rows, r, K: tl.constexpr):
 
 @triton.jit
 def dot_of_row(y, dy, y_rows, dy_rows, n_cols, n_parts, r, K: tl.constexpr):
-    """(d of a row or of its part, edge of y, edge of dy); the edges are numbers where there are none."""
+    """(d of a row or of its part, edge of y, edge of dy). The edges are numbers if there are none."""
     d = of_each_row(dot_of(y, dy, K), K)
     edge_y = 0
     edge_dy = 0
@@ -155,7 +155,10 @@ def dot_of_row(y, dy, y_rows, dy_rows, n_cols, n_parts, r, K: tl.constexpr):
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, dy_rows, y_rows, dx_rows, n_cols, n_parts, part_cols, factor, tag, K: tl.constexpr):
-    """The gradient of a part of a row whose other parts are not all there: see `forward.finish_alone`."""
+    """Store the gradient of a part of a row, if messages of other parts are missing.
+
+    See `forward.finish_alone`.
+    """
     row, part = row_of_part(tl.program_id(0), n_parts, K), tl.program_id(0) % n_parts
     given = Parts(row, y_rows, n_cols, n_parts, part_cols, dy_rows)
     slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
@@ -173,7 +176,7 @@ def finish_alone(slots_ptr, dy_rows, y_rows, dx_rows, n_cols, n_parts, part_cols
 
 @triton.jit
 def dot_of_part(part, given, K: tl.constexpr):
-    """(d, 0) of a part of a row, read piece by piece; d has the bits that it has where the part is held."""
+    """(d, 0) of a part of a row, read piece by piece. d has the same bits as where the part is held."""
     BLOCK_COLS: tl.constexpr = K.block_cols
     y_rows, dy_rows = given.x, given.rest
     r = part_of(part, given.row, y_rows, given.n_cols, given.part_cols, K)
@@ -190,19 +193,22 @@ def dot_of_part(part, given, K: tl.constexpr):
 
 @triton.jit
 def zero_of_part(size, K: tl.constexpr):
-    """What a sum over a part begins with: -0.0 changes no number, and where something is masked 0.0 is added anyway."""
+    """The start of a sum over a part: -0.0, which changes no number.
+
+    It is 0.0 if the part is shorter than its pieces: where the part is held, masked columns add 0.0 to the sum.
+    """
     return tl.where(size < K.pieces * K.block_cols, 0.0, -0.0)
 
 
 @triton.jit
 def load_piece(at, x, r, K: tl.constexpr):
-    """The piece that begins `at` columns after its part."""
+    """The piece that begins `at` columns after the start of its part."""
     return load_pieces(body_of(x, r.row, K) + r.start + at, r.cols, r.size - at, 0.0, K, 1, 0)[0]
 
 
 @triton.jit
 def dot_of(y, dy, K: tl.constexpr):
-    """sum y * dy of all pieces along the axis that is reduced, or of log_softmax sum dy."""
+    """sum y * dy of all pieces along the axis that is reduced; for log_softmax sum dy."""
     total = product_of(y[0], dy[0], K)
     for p in tl.static_range(1, len(dy)):
         total += product_of(y[p], dy[p], K)
@@ -211,7 +217,7 @@ def dot_of(y, dy, K: tl.constexpr):
 
 @triton.jit
 def product_of(y, dy, K: tl.constexpr):
-    """What one piece gives to d."""
+    """What one piece adds to d."""
     dy = widen(dy, K.cast_dtype, K.unpack)
     if K.log:
         return dy
@@ -223,9 +229,9 @@ def product_of(y, dy, K: tl.constexpr):
 
 @triton.jit
 def gradient_of(y, dy, d, factor, K: tl.constexpr):
-    """The gradient of one piece of x by its row's d, times factor if K.scaled.
+    """The gradient of one piece of x, from its row's d, times factor if K.scaled.
 
-    Where K.hides: 0 where log_softmax is -inf, and in a row of NaN with a dy of 0.
+    With K.hides it is 0 where log_softmax is -inf, and where dy is 0 in a row of NaN.
     """
     y = widen(y, K.cast_dtype, K.unpack)
     dy = widen(dy, K.cast_dtype, K.unpack)
@@ -247,7 +253,7 @@ def gradient_of(y, dy, d, factor, K: tl.constexpr):
 
 @triton.jit
 def store_gradient(dx_rows, y, dy, edge_y, edge_dy, d, factor, r, K: tl.constexpr):
-    """The gradient of a row, or of a tile of rows, and of its edge."""
+    """Store the gradient of a row, or of a tile of rows, and of its edge."""
     store_pieces(body_of(dx_rows, r.row, K) + r.start, y, dy, d, factor, r.cols, r.size, K)
     if K.shifted:
         store_edge(dx_rows, edge_y, edge_dy, d, factor, r, K)

@@ -53,7 +53,7 @@ def _tile_logsumexp(
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
     sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
-    """Several short rows a program."""
+    """A program has several short rows."""
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
@@ -80,7 +80,10 @@ def _part_logsumexp(
     n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries, scale,
     sink_0, sink_1, sink_2, K: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, or one part of it (K.split), online: tile by tile. The last part alone waits for the others."""
+    """A program has a row, or one part of it (K.split), online: tile by tile.
+
+    The last part alone waits for the others.
+    """
     S = Scored(
         mask_ptr, scale_ptr, n_1, n_2, mask_0, mask_1, mask_2, mask_col_stride, scale_0, scale_1, scale_2, n_queries,
         scale, sink_ptr, sink_0, sink_1, sink_2,
@@ -122,7 +125,7 @@ def _part_logsumexp(
 
 @triton.jit(noinline=True)
 def finish_alone(slots_ptr, x, lse_ptr, n_cols, n_parts, part_cols, tag, S, K: tl.constexpr):
-    """lse of a row whose parts are not all there: see `forward.finish_alone`."""
+    """Store lse of a row, if messages of its parts are missing: see `forward.finish_alone`."""
     row = row_of_part(tl.program_id(0), n_parts, K)
     given = Parts(row, x, n_cols, n_parts, part_cols, S)
     slots_ptr = slots_again(slots_ptr, row, n_parts, K.copies)
@@ -199,7 +202,10 @@ def _logsumexp_backward(
 
 @triton.jit
 def share_of(z, lse, dlse, K: tl.constexpr):
-    """exp(z - lse) * dlse; of a row of which nothing is kept 0 where dlse is (K.hides), or always."""
+    """exp(z - lse) * dlse.
+
+    In a row that keeps nothing it is 0 if dlse is 0 (K.hides), or always (K.zero_masked_rows).
+    """
     dz = tl.exp(z - lse) * dlse
     if K.hides:
         dz = tl.where(dlse == 0.0, 0.0, dz)

@@ -1,4 +1,4 @@
-"""softmax and log_softmax of rows whose columns lie on several GPUs, each a part of a row a program.
+"""softmax and log_softmax of rows whose columns lie on several GPUs. A program has a part of a row.
 
 Traffic of a shard of N columns: it is read once and written once (2MN); between GPUs 8 bytes a part.
 """

@@ -1,7 +1,7 @@
 """The scores of a row: what they depend on, the reading of them, their maximum and sum, and the writing of results.
 
 A score is z = x * scale + mask, or -inf where a mask or causality hides it. A row of scale 0 is greedy, and keeps its
-first maximum alone. Pieces hold what was read, and are multiplied where they are used; with an added mask they hold z.
+first maximum alone. Pieces hold what was read, and are multiplied where they are used. With an added mask they hold z.
 """
 
 import triton
@@ -41,7 +41,7 @@ def visible_of(row, n_cols, n_queries, K: tl.constexpr):
 
 @triton.jit
 def scores_of_row(row, n_cols, S, K: tl.constexpr):
-    """What the scores of a row depend on. The factor of a greedy row, whose scale is 0, is 1."""
+    """What the scores of a row depend on. A greedy row, whose scale is 0, has factor 1."""
     visible = visible_of(row, n_cols, S.n_queries, K)
     if K.scaled:
         factor = S.scale
@@ -54,10 +54,10 @@ def scores_of_row(row, n_cols, S, K: tl.constexpr):
 
 @triton.jit
 def scores_by(factor, visible, K: tl.constexpr):
-    """The same by the scale as it is given."""
-    # By way of integers: the interpreter forgets that a comparison of scalar floats is a truth value.
+    """`scores_of_row` for a scale as it was loaded."""
+    # Integers, because the interpreter forgets that a comparison of scalar floats is a truth value.
     sign = tl.where(factor < 0, -1, tl.where(factor == 0, 0, 1))
-    if factor.dtype.is_fp64() and not K.cast_dtype.is_fp64():  # 0 is another thing than its neighbours
+    if factor.dtype.is_fp64() and not K.cast_dtype.is_fp64():  # rounding must not make a scale 0
         factor = factor.to(tl.float32)
         factor = tl.where(factor == 0, LEAST * sign.to(tl.float32), factor)
     factor = factor.to(K.state_dtype)
@@ -67,7 +67,7 @@ def scores_by(factor, visible, K: tl.constexpr):
 
 @triton.jit
 def mask_of_row(row, S, K: tl.constexpr):
-    """The row of the mask that belongs to a row; 0 if there is no mask."""
+    """The address of a row's mask; 0 if there is no mask."""
     if K.mask:
         return S.mask_ptr + broadcast_offset(row, S.n_1, S.n_2, S.mask_0, S.mask_1, S.mask_2)
     else:
@@ -76,7 +76,7 @@ def mask_of_row(row, S, K: tl.constexpr):
 
 @triton.jit
 def sink_of_row(row, S, K: tl.constexpr):
-    """The sink of a row, in the dtype of its state; a number that nothing reads if there is none."""
+    """The sink of a row, in the dtype of its state; if there is none, a number that nothing reads."""
     if K.sink:
         offset = broadcast_offset(row, S.n_1, S.n_2, S.sink_0, S.sink_1, S.sink_2)
         return tl.load(S.sink_ptr + offset).to(K.state_dtype)
@@ -86,9 +86,9 @@ def sink_of_row(row, S, K: tl.constexpr):
 
 @triton.jit
 def keep_scores(x, cols, on, q, S, mask_ptr, K: tl.constexpr, CAUSAL: tl.constexpr):
-    """What was read from columns `cols` of a row (where `on`), all that is masked turned to the masked input.
+    """What was read from columns `cols` of a row, with what is masked, or not `on`, turned to the masked input.
 
-    An added mask makes of it the finished scores, in the dtype of the arithmetic.
+    An added mask turns it into finished scores, in the dtype of the arithmetic.
     """
     wide: tl.constexpr = tl.float64 if x.dtype.is_fp64() else tl.float32
     keep = on
@@ -108,9 +108,9 @@ def keep_scores(x, cols, on, q, S, mask_ptr, K: tl.constexpr, CAUSAL: tl.constex
 
 @triton.jit
 def load_scores(ptr, first, size, r, q, S, mask_ptr, K: tl.constexpr, PIECES: tl.constexpr, OPEN: tl.constexpr):
-    """Pieces from column `first` of a row on, masked and causal; what causality hides is not read.
+    """Pieces of a row from column `first` on, masked and causal. What causality hides is not read.
 
-    OPEN: how many leading pieces end before `size`, and causality hides nothing of.
+    OPEN: how many leading pieces end before `size`, and have nothing that causality hides.
     """
     read = size
     if K.causal:
@@ -132,9 +132,9 @@ def load_scores(ptr, first, size, r, q, S, mask_ptr, K: tl.constexpr, PIECES: tl
 
 @triton.jit
 def load_row(x, n_cols, n_parts, r, q, S, K: tl.constexpr):
-    """(pieces, edge) of the scores of a row, or of a tile of rows; the edge is a number where there is none.
+    """(pieces, edge) of the scores of a row, or of a tile of rows. The edge is a number if there is none.
 
-    The edge is asked for before anything waits for the pieces.
+    It is requested before anything waits for the pieces.
     """
     PIECES: tl.constexpr = K.pieces
     OPEN: tl.constexpr = 0 if K.causal else K.full_pieces
@@ -150,7 +150,7 @@ def load_row(x, n_cols, n_parts, r, q, S, K: tl.constexpr):
 
 @triton.jit
 def edge_scores(edge, r, q, S, K: tl.constexpr):
-    """The edge with its finished scores in the place of what was read."""
+    """The edge with finished scores in place of what was read."""
     z = edge.x
     if K.mask or K.causal:
         z = keep_scores(z, edge.cols, edge.on, q, S, mask_of_row(r.row, S, K), K, K.causal)
@@ -159,7 +159,7 @@ def edge_scores(edge, r, q, S, K: tl.constexpr):
 
 @triton.jit
 def max_of_row(pieces, edge, r, q, S, K: tl.constexpr):
-    """(m, edge), the edge's finished scores in the place of what was read."""
+    """(m, the edge with finished scores in place of what was read)."""
     m = of_each_row(max_of(pieces, q.factor, K), K)
     if K.shifted:
         edge = edge_scores(edge, r, q, S, K)
@@ -169,7 +169,7 @@ def max_of_row(pieces, edge, r, q, S, K: tl.constexpr):
 
 @triton.jit
 def keep_first_max(pieces, edge, m, r, q, K: tl.constexpr):
-    """Of a greedy row the first maximum alone."""
+    """(pieces, edge), in which a greedy row keeps its first maximum alone."""
     first = r.head + r.start
     column = of_each_row(first_max_of(pieces, m, first, r.cols, q.factor, K), K)
     if K.shifted:
@@ -184,7 +184,7 @@ def keep_first_max(pieces, edge, m, r, q, K: tl.constexpr):
 
 @triton.jit
 def only_column(x, cols, column, q, K: tl.constexpr):
-    """What a greedy row keeps of x, which has these columns: all but `column` becomes -inf, but where it is NaN."""
+    """x at columns `cols`, of which a greedy row keeps `column`, and NaN anywhere. All else becomes -inf."""
     wide: tl.constexpr = tl.float64 if x.dtype.is_fp64() else tl.float32
     hide = q.greedy & (cols != column) & (x.to(wide) == x.to(wide))
     return tl.where(hide, tl.full([], NEG_INF, wide).to(x.dtype), x)
@@ -192,7 +192,7 @@ def only_column(x, cols, column, q, K: tl.constexpr):
 
 @triton.jit
 def store_results(ptr, pieces, m, s, r, q, K: tl.constexpr):
-    """The results of all pieces, side by side from ptr, by their row's state."""
+    """Store the results of all pieces, side by side from ptr, from their row's state."""
     pieces = hold_all(pieces, K.ptx)
     for p in tl.static_range(len(pieces)):
         y = result_of(scores_of(pieces[p], q.factor, K, K.ptx), m, s, K)
@@ -201,12 +201,12 @@ def store_results(ptr, pieces, m, s, r, q, K: tl.constexpr):
 
 @triton.jit
 def store_row(y, n_cols, pieces, edge, m, s, r, q, K: tl.constexpr):
-    """The results of a row, or of a tile of rows, and of its edge."""
+    """Store the results of a row, or of a tile of rows, and of its edge."""
     body = body_of(y, r.row, K) + r.start
     if K.tile or K.split:
         store_results(body, pieces, m, s, r, q, K)
     else:
-        # Runs once, which the compiler does not know: it would start this pass early, on twice the registers.
+        # The loop hides from the compiler that this runs once: it would start early, and take twice the registers.
         for _ in range(tl.minimum(n_cols, 1)):
             store_results(body, pieces, m, s, r, q, K)
     if K.shifted:

@@ -1,6 +1,6 @@
-"""What is made of dS where the kernel of dK and dV stores it: dQ, and the gradient of a bias that batches share.
+"""What follows from dS where the kernel of dK and dV stores it: dQ, and the gradient of a bias that batches share.
 
-dQ = scale dS K of each batch, and the bias's gradient is the sum of dS over batches. A program has some queries of a
+dQ = scale dS K for each batch, and the bias's gradient is the sum of dS over batches. A program has some queries of a
 head and all keys, and goes through batches, so both take one read.
 Traffic: dS once, keys once for each block_m queries, dQ once, and a part of the sum for each program.
 """
@@ -29,9 +29,9 @@ def _product_and_sum(
     ds_ptr, k_ptr, dq_ptr, sums_ptr, k_strides, n_batches, all_heads, first_head, n_heads, group, n_queries, n_keys,
     octets, steps, scale, K: tl.constexpr,
 ):  # fmt: skip
-    """dQ and [parts, n_heads, queries, keys] of sums, of n_heads heads from first_head on.
+    """dQ, and sums of dS [parts, n_heads, queries, keys], for n_heads heads from first_head on.
 
-    ds_ptr: of [batches, n_heads, queries, 8 octets]; columns beyond the keys may be anything. k_strides: of batch, head
+    ds_ptr: [batches, n_heads, queries, 8 octets]; columns beyond the keys may be anything. k_strides: of batch, head
     and key. steps: batches of a part.
     """
     BLOCK_M: tl.constexpr = K.block_m
@@ -76,7 +76,7 @@ def piece_of(ds_ptr, k_head, start, rows, there, width, n_keys, K: tl.constexpr,
     """dS of rows of a head, and the keys, from the key `start` on; 0 beyond the last."""
     cols = start + tl.arange(0, K.block_n)[None, :]
     at = ds_ptr + (rows * width + cols)
-    if RAGGED:  # loads of vectors end with the memory's rows
+    if RAGGED:  # vectors are loaded up to the end of the rows in memory
         ds = tl.where(cols < n_keys, tl.load(at, mask=there & (cols < width), other=0.0), 0.0)
     else:
         ds = tl.load(at, mask=there, other=0.0)

@@ -1,9 +1,9 @@
 """attention's forward pass for sm_90: one warpgroup loads tiles of keys and values, consumers of 64 queries multiply.
 
 The recurrence is that of `kernels/forward.py`. Programs stay on their multiprocessor and take one tile of queries after
-another. Tiles come by TMA, which fills with zeros beyond the last row and the last dim, and products are wgmma.
-A consumer issues the scores of a tile before it adds the tile before to the output; while it takes exponentials the
-others multiply, because named barriers let one at a time begin.
+another. Tiles come by TMA, which fills with zeros beyond the last row and the last dim, and products are wgmma. A
+consumer issues the scores of a tile before it adds the previous tile to the output. While it computes exponentials, the
+others multiply: named barriers let one consumer begin at a time.
 Traffic: that of `kernels/forward.py`.
 """
 
@@ -60,7 +60,7 @@ def _attention_hopper(
 ):  # fmt: skip
     """scale: in units of log 2, natural ones with a bias, or as `capped` takes it where scores are capped, at cap."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
-    q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all of them
+    q = ring(K.consumers, K.consumers, q_map)  # its first barrier is for all of its tiles
     k = ring(K.stages, K.consumers, k_map)
     v = ring(K.stages, K.consumers, v_map)
     b = biases(k, bias_map, K)
@@ -114,7 +114,7 @@ def _load(q_map, k_map, v_map, bias_map, q, k, v, b, S, K: gl.constexpr):
 
 @jit
 def _hide(s, tile, rows, S, K: gl.constexpr):
-    """Scores of which those of hidden keys are -inf."""
+    """Scores, with -inf for hidden keys."""
     BLOCK: gl.constexpr = K.block
     cols = tile * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, s.type.layout))
     end = gl.full(rows.shape, S.n_keys, gl.int32, rows.type.layout)

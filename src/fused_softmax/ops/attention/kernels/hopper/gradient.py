@@ -1,8 +1,8 @@
 """attention's gradients for sm_90 and heads of up to 128 dims, deterministic.
 
 The formulas are those of `kernels/gradient.py`, and so are the two kernels: dK and dV by tiles of keys, dQ by tiles of
-queries. Both go as `forward.py` beside them: one warpgroup loads what goes by, and each consumer has 64 rows of its
-own.
+queries. Both work as `forward.py` beside them does: one warpgroup loads the tiles that they go over, and each consumer
+has 64 rows of its own.
 Traffic: that of `kernels/gradient.py`.
 """
 
@@ -59,17 +59,17 @@ def _keys_gradient_hopper(
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads, scale,
     rate, cap, K: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, of `heads` heads of keys from first_head on. rows_map, record_ptr: of what `_delta` stores.
+    """dK and dV, of `heads` heads of keys from first_head on. rows_map, record_ptr: what `_delta` stores.
 
-    coarse: as `own_tiles` takes it. rate, cap: as `scores_of` takes them; with a bias the rate is the scale.
-    ds_map: of dS where it is kept, of these heads alone. What no query of a tile sees is not stored.
+    coarse: as `own_tiles` takes it. rate, cap: as `scores_of` takes them; with a bias the rate is the scale. ds_map: dS
+    of these heads alone, if it is kept. Tiles that no query sees are not stored.
     """
     n_tiles = own_tiles(n_tiles, coarse_ptr, K)
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, first_head, heads)
-    k = ring(K.consumers, K.consumers, k_map)  # of its barriers the first is that of all keys and values
+    k = ring(K.consumers, K.consumers, k_map)  # its first barrier is for all keys and values
     v = tiles_of(K.consumers, v_map)
     q = ring(K.stages, K.consumers, q_map)
-    do = tiles_of(K.stages, do_map)  # that are full when queries are
+    do = tiles_of(K.stages, do_map)  # full when the queries are
     b = biases(q, bias_map, K)
     kept = Kept(ds_map, tiles_of(K.consumers, ds_map) if K.stores_ds else q.tiles, record_ptr)
     OF_ROWS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
@@ -176,7 +176,7 @@ def _add_queries(
     dk, dv, count, begin, end, kept, my_k, my_v, q, b, do, lse, delta, rate, cap, S,
     K: gl.constexpr, ME: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV with what tiles of queries from begin to end add. Tiles of scores are [keys, queries]."""
+    """dK and dV after adding the tiles of queries from begin to end. Tiles of scores are [keys, queries]."""
     BLOCK: gl.constexpr = K.block
     STAGES: gl.constexpr = K.stages
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -228,12 +228,12 @@ def _queries_gradient_hopper(
 ):  # fmt: skip
     """dQ. rate, cap: as `_keys_gradient_hopper`'s."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
-    q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all queries and dO
+    q = ring(K.consumers, K.consumers, q_map)  # its first barrier is for all queries and dO
     do = tiles_of(K.consumers, do_map)
     k = ring(K.stages, K.consumers, k_map)
-    v = tiles_of(K.stages, v_map)  # that are full when keys are
+    v = tiles_of(K.stages, v_map)  # full when the keys are
     b = biases(k, bias_map, K)
-    gl.store(coarse_ptr, 0)  # whoever reads it has ended
+    gl.store(coarse_ptr, 0)  # all kernels that read it have ended
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, bias_map, do_map, q, k, v, b, do, S, K)),

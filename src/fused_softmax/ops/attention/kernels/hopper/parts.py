@@ -15,13 +15,13 @@ from fused_softmax.ops.attention.kernels.spec import GRANULE
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-(2.0**100))  # where a maximum begins: finite, so that nothing is -inf - -inf
-FLOOR = gl.constexpr(-(2.0**126))  # below all maxima: what is no product is not fused with a subtraction, unrounded
+LOWEST = gl.constexpr(-(2.0**100))  # the start of a maximum: finite, so that -inf - -inf never arises
+FLOOR = gl.constexpr(-(2.0**126))  # below all maxima: max(product, FLOOR) is not fused into a subtraction, unrounded
 _HUGE = gl.constexpr(2.0**28)  # as `scores.HUGE`
 _GRANULE = gl.constexpr(GRANULE)
 _ROWS = gl.constexpr(ROWS)
 _VECTOR = gl.constexpr(ROW_VECTOR)
-_FIRST_NAMED = gl.constexpr(9)  # of the barriers of a program; Triton takes 0, 1, and 2 + a partition's number
+_FIRST_NAMED = gl.constexpr(9)  # the first free barrier of a program; Triton takes 0, 1, and 2 + a partition's number
 
 
 @jit
@@ -34,15 +34,15 @@ def turns(S):
 
 @jit
 def _place(turn, S):
-    """Of this program among those of a turn."""
+    """The place of this program among those of a turn."""
     return (gl.program_id(0) + turn * S.shift) % gl.num_programs(0)
 
 
 @jit
 def work_at(turn, S, K: gl.constexpr):
-    """The tile of this program's turn. Tiles of a head lie side by side, for they read the same from L2.
+    """The tile of this program's turn. Tiles of a head are side by side, because they read the same from L2.
 
-    Where tiles differ in what they see, every second head goes backwards, and the plan's shift makes shares equal.
+    If tiles differ in how much they see, every second head goes backwards, and the plan's shift makes shares equal.
     Batches that share a bias come one after another, so that L2 has it.
     """
     tile = turn * gl.num_programs(0) + _place(turn, S)
@@ -66,7 +66,10 @@ def work_at(turn, S, K: gl.constexpr):
 
 @jit
 def keys_seen(first, S, K: gl.constexpr):
-    """(begin, end): tiles of keys that some of block_m queries from `first` on see; one that is hidden if none is."""
+    """(begin, end): the tiles of keys that some of block_m queries from `first` on see.
+
+    If they see none, it is one tile, which is hidden.
+    """
     last = gl.minimum(first + K.block_m, S.n_queries) - 1
     begin, end = 0, S.n_keys
     if K.left:
@@ -90,7 +93,7 @@ def queries_that_see(first, S, K: gl.constexpr):
 
 @jit
 def seen_by_all(first, S, K: gl.constexpr):
-    """(low, cut): all of _ROWS queries from `first` on see all keys from low on, before cut."""
+    """(low, cut): all of _ROWS queries from `first` on see all keys from low on and before cut."""
     cut, low = S.n_keys, 0
     if K.right:
         cut = gl.minimum(first + S.offset + S.right + 1, cut)
@@ -101,13 +104,13 @@ def seen_by_all(first, S, K: gl.constexpr):
 
 @jit
 def rows_of_head(S):
-    """How many floats `_delta` stores in a row of a head's."""
+    """How many floats a row has that `_delta` stores for a head."""
     return gl.cdiv(S.n_queries, _VECTOR) * _VECTOR
 
 
 @jit
 def state_at(rows_ptr, number, queries, padded):
-    """(lse, delta) of queries of a head; inf and 0 beyond the padded rows that there are."""
+    """(lse, delta) of queries of a head; inf and 0 beyond the padded rows."""
     at = number.to(gl.int64) * 2 * padded + queries
     lse = gl.load(rows_ptr + at, mask=queries < padded, other=float("inf"))
     delta = gl.load(rows_ptr + at + padded, mask=queries < padded, other=0.0)
@@ -116,7 +119,7 @@ def state_at(rows_ptr, number, queries, padded):
 
 @jit
 def hidden_queries(first, begin, end, S, K: gl.constexpr):
-    """(high, low): tiles of queries from high to low see all of _ROWS keys from `first` on."""
+    """(high, low): the tiles of queries from high to low see all of _ROWS keys from `first` on."""
     high, low = begin, end
     if K.right:
         high = gl.minimum(gl.maximum(gl.cdiv(first + (_ROWS - 1) - S.offset - S.right, K.block), begin), end)
@@ -165,14 +168,14 @@ def _tiles(N: gl.constexpr, SHAPE: gl.constexpr, dtype: gl.constexpr):
 
 @jit
 def ring(N: gl.constexpr, READERS: gl.constexpr, tile_map):
-    """N tiles as tile_map loads them; READERS say that one is empty again."""
+    """A Ring of N tiles as tile_map loads them. READERS of them have to say that a tile is empty again."""
     SHAPE: gl.constexpr = [tile_map.block_shape[2], tile_map.block_shape[3]]
     return ring_of(N, READERS, SHAPE, tile_map.dtype)
 
 
 @jit
 def ring_of(N: gl.constexpr, READERS: gl.constexpr, SHAPE: gl.constexpr, dtype: gl.constexpr):
-    """As `ring`, of tiles of a shape."""
+    """`ring` with tiles of a given shape."""
     full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
@@ -183,7 +186,7 @@ def ring_of(N: gl.constexpr, READERS: gl.constexpr, SHAPE: gl.constexpr, dtype: 
 
 @jit
 def await_empty(of, count, N: gl.constexpr, BYTES: gl.constexpr):
-    """Wait until the count-th tile of a ring of N may be filled, with BYTES in all."""
+    """Wait until the count-th tile of a ring of N may be filled. BYTES in all will come."""
     i = count % N
     mbarrier.wait(of.empty.index(i), (count // N & 1) ^ 1)
     mbarrier.expect(of.full.index(i), BYTES)
@@ -191,7 +194,7 @@ def await_empty(of, count, N: gl.constexpr, BYTES: gl.constexpr):
 
 @jit
 def fill(into, count, N: gl.constexpr, tile_map, batch, head, row):
-    """The count-th tile of a ring of N, once it is empty: rows from `row` on."""
+    """Fill the count-th tile of a ring of N, once it is empty, with rows from `row` on."""
     await_empty(into, count, N, tile_map.block_type.nbytes)
     i = count % N
     load_async(tile_map, [batch, head, row, 0], into.full.index(i), into.tiles.index(i))
@@ -199,7 +202,7 @@ def fill(into, count, N: gl.constexpr, tile_map, batch, head, row):
 
 @jit
 def load_queries(q_map, do_map, q, do, turn, work, K: gl.constexpr):
-    """Queries and dO of each consumer; the first barrier of q is that of all."""
+    """Load queries and dO of each consumer. The first barrier of q is for all of them."""
     CONSUMERS: gl.constexpr = K.consumers
     BYTES: gl.constexpr = CONSUMERS * (q_map.block_type.nbytes + do_map.block_type.nbytes)
     await_empty(q, turn, 1, BYTES)
@@ -211,7 +214,10 @@ def load_queries(q_map, do_map, q, do, turn, work, K: gl.constexpr):
 
 @jit
 def send(x, tile, tile_map, number, first):
-    """Rows from `first` on of a head's result, by a tile of shared memory that may be filled again afterwards."""
+    """Store rows of a head's result from `first` on.
+
+    They go by way of a tile of shared memory, which may be filled again afterwards.
+    """
     tile.store(x.to(tile_map.dtype))
     fence_async_shared()
     store_async(tile_map, [number, first, 0], tile)
@@ -220,7 +226,10 @@ def send(x, tile, tile_map, number, first):
 
 @jit
 def biases(like, bias_map, K: gl.constexpr):
-    """Room for a tile of the bias for each consumer, beside each tile of a ring; what is never read without a bias."""
+    """Room for a tile of the bias for each consumer, beside each tile of a ring.
+
+    Without a bias, it is something that is never read.
+    """
     if K.bias:
         return tiles_of(K.stages * K.consumers, bias_map)
     else:
@@ -229,7 +238,7 @@ def biases(like, bias_map, K: gl.constexpr):
 
 @jit
 def load_bias(b, bias_map, full, stage, batch, head, row, col, K: gl.constexpr):
-    """Of each consumer, whose rows are queries, or keys if K.of_keys."""
+    """Load the bias of each consumer, whose rows are queries, or keys if K.of_keys."""
     CONSUMERS: gl.constexpr = K.consumers
     ROWS_OF_ONE: gl.constexpr = bias_map.block_shape[3 if K.of_keys else 2]
     for each in gl.static_range(CONSUMERS):
@@ -242,7 +251,7 @@ def load_bias(b, bias_map, full, stage, batch, head, row, col, K: gl.constexpr):
 
 @jit
 def with_bias(s, b, stage, scale, K: gl.constexpr, ME: gl.constexpr):
-    """Scaled scores and the bias."""
+    """Scaled scores plus the bias."""
     tile = b.index(stage * K.consumers + ME)
     if K.of_keys:
         tile = tile.permute((1, 0))
@@ -251,7 +260,7 @@ def with_bias(s, b, stage, scale, K: gl.constexpr, ME: gl.constexpr):
 
 @jit
 def slope_of(slopes_ptr, batch, head, S, K: gl.constexpr):
-    """Of a head, in units of log 2; 0 without slopes."""
+    """The slope of a head, in units of log 2; 0 without slopes."""
     if K.alibi:
         return gl.load(slopes_ptr + batch * (K.slope_batches * S.n_heads) + head).to(gl.float32) * LOG2E
     else:
@@ -260,7 +269,10 @@ def slope_of(slopes_ptr, batch, head, S, K: gl.constexpr):
 
 @jit
 def with_alibi(s, scale, slope, row, col):
-    """Scaled scores less slope times distance, in units of log 2. row, col: places of the first, of queries or keys."""
+    """Scaled scores less slope times distance, in units of log 2.
+
+    row, col: places of the first query and the first key, or of the first key and the first query.
+    """
     rows = (row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))).to(gl.float32)
     cols = (col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))).to(gl.float32)
     return s * scale - slope * gl.abs(rows[:, None] - cols[None, :])
@@ -278,7 +290,7 @@ def capped(s, rate, cap):
 
 @jit
 def scores_of(s, b, stage, slope, row, col, rate, cap, K: gl.constexpr, ME: gl.constexpr):
-    """(scores, what turns them into units of log 2, the derivative of the cap) of products of queries and keys.
+    """(scores, the factor that turns them into units of log 2, the derivative of the cap), from products of q and k.
 
     row, col: as `with_alibi` takes them.
     """
@@ -298,7 +310,10 @@ def scores_of(s, b, stage, slope, row, col, rate, cap, K: gl.constexpr, ME: gl.c
 
 @jit
 def unit_of(rate, K: gl.constexpr):
-    """What turns scores as `scores_of` gives them into units of log 2. rate: of products, without a bias and so on."""
+    """The factor that turns scores, as `scores_of` gives them, into units of log 2.
+
+    rate: that factor for products, if there is no bias, softcap or slope.
+    """
     if K.bias:
         return gl.to_tensor(LOG2E)
     elif K.softcap or K.alibi:
@@ -309,25 +324,25 @@ def unit_of(rate, K: gl.constexpr):
 
 @jit
 def huge_unit(unit):
-    """The least power of two that is not below unit."""
+    """The least power of two that is at least unit."""
     return ((unit.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @jit
 def huge_from(unit):
-    """The maximum of a row from which on its scores are multiplied by `huge_unit`, as kernels/scores.py says why."""
+    """The maximum from which on a row's scores are multiplied by `huge_unit`: kernels/scores.py says why."""
     return (1.0 / unit) * _HUGE
 
 
 @jit
 def unit_at(m, unit, most, of_huge):
-    """What turns scores of a row with the maximum m into units of log 2; those from `most` on take of_huge."""
+    """The factor that turns scores of a row with maximum m into units of log 2; of_huge from `most` on."""
     return gl.where(gl.abs(m) > most, of_huge, unit)
 
 
 @jit
 def origin_of(top, rate, K: gl.constexpr):
-    """top * rate, rounded before anything is subtracted from it; the way that was faster for K's tiles."""
+    """top * rate, rounded before anything is subtracted from it, in the way that was faster for K's tiles."""
     if K.block_d == 64 and K.consumers == 2:
         return gl.maximum(top * rate, FLOOR)
     else:
@@ -338,41 +353,41 @@ def origin_of(top, rate, K: gl.constexpr):
 
 @jit
 def sink_as_origin(sink, unit, of_huge):
-    """A sink in units of log 2, as a row's maximum times `unit_at` would be."""
+    """A sink in units of log 2, scaled as `unit_at` scales a row's maximum."""
     return gl.where(gl.abs(sink) > _HUGE, sink * (of_huge / unit), sink)
 
 
 @jit
 def record_of(record_ptr, number, S):
-    """What `_delta` has recorded of a head's queries."""
+    """Where `_delta` has recorded a head's queries."""
     return record_ptr + number.to(gl.int64) * (3 * S.n_queries)
 
 
 @jit
 def own_tiles(n_tiles, coarse_ptr, K: gl.constexpr):
-    """How many tiles a kernel of dK and dV has: none where coarse says that the other one computes.
+    """How many tiles a kernel of dK and dV has: none if `coarse` says that the other kernel computes.
 
-    One takes the recorded maxima, where some lse is coarse. The other one has the registers that these take.
+    One kernel takes the recorded maxima, for calls in which some lse is coarse. The other one saves their registers.
     """
     return gl.where((gl.load(coarse_ptr) != 0) == K.recorded, n_tiles, 0)
 
 
 @jit
 def is_coarse(lse):
-    """Whether lse of a query is the mark that `_delta` leaves where it has recorded maxima and logs of sums."""
-    return lse.to(gl.int32, bitcast=True) == -(2**31)  # -0, which no sum is
+    """Whether lse of a query is the mark of `_delta` that it has recorded the maximum and the log of the sum."""
+    return lse.to(gl.int32, bitcast=True) == -(2**31)  # -0, which no lse is
 
 
 @jit
 def less_lse(z, unit, lse, record, first, S, K: gl.constexpr):
-    """Scores [keys, queries] less what `_delta` has recorded of those queries, from `first` on, whose lse is coarse.
+    """Scores [keys, queries] less what `_delta` has recorded of queries from `first` on, where their lse is coarse.
 
-    lse: a tile of shared memory. unit: what turns the scores into units of log 2.
+    lse: a tile of shared memory. unit: the factor that turns the scores into units of log 2.
     """
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, z.type.layout)
     queries = gl.arange(0, K.block, OF_QUERIES)
     coarse = is_coarse(lse.load(OF_QUERIES))
-    record += S.n_queries + first  # so that of a thread's addresses one is computed
+    record += S.n_queries + first  # so that a thread computes one address for all
     m = (gl.load(record + queries, mask=coarse, other=0.0) * _recorded_unit(K))[None, :]
     z = z - m
     z = gl.where(z > gl.where(m == 0.0, float("inf"), gl.abs(m) * -(2.0**-22)), 0.0, z)  # as `less_maximum` has it
@@ -382,9 +397,9 @@ def less_lse(z, unit, lse, record, first, S, K: gl.constexpr):
 
 @jit
 def exponents_of(lse, unit, record, queries, S, K: gl.constexpr):
-    """(rate, origin) of queries: weights are `factor_of` times exp2(score rate - origin), without rounding a maximum.
+    """(rate, origin) of queries: weights are exp2(score rate - origin) times `factor_of`, without a rounded maximum.
 
-    lse: in units of log 2. unit: what turns scores into these.
+    lse: in units of log 2. unit: the factor that turns scores into these.
     """
     coarse = is_coarse(lse)
     m = gl.load(record + S.n_queries + queries, mask=coarse, other=0.0) * _recorded_unit(K)
@@ -394,7 +409,7 @@ def exponents_of(lse, unit, record, queries, S, K: gl.constexpr):
 
 @jit
 def factor_of(rows_ptr, number, padded, unit, record, queries, S, K: gl.constexpr):
-    """What weights by `exponents_of` lack: the sum, where lse is coarse, and what rounding the origin has lost.
+    """What `exponents_of` leaves out of weights: the sum, if lse is coarse, and what rounding the origin has lost.
 
     It is computed after a loop over keys, so that no register holds it meanwhile.
     """
@@ -408,19 +423,22 @@ def factor_of(rows_ptr, number, padded, unit, record, queries, S, K: gl.constexp
 
 @constexpr_function
 def _recorded_unit(K):
-    """What turns recorded maxima into the units that scores have here: with a cap into those of log 2."""
+    """The factor that turns recorded maxima into the units of scores here. With a cap, these are units of log 2."""
     return 1.4426950408889634 if K.softcap else 1.0
 
 
 @jit
 def reciprocal(x):
-    """To 1 unit in the last place; a division takes five instructions more."""
+    """1 / x, to 1 unit in the last place. A division takes five instructions more."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @jit
 def log2(x):
-    """To an error of 2 ** -22, absolute near 1; one to 1 unit in the last place takes twenty instructions more."""
+    """log2(x), with an error of 2 ** -22 at most, absolute near 1.
+
+    One to 1 unit in the last place takes twenty instructions more.
+    """
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -450,7 +468,7 @@ def _bar(OPERATION: gl.constexpr, NUMBER: gl.constexpr):
 
 @jit
 def my_turn(ME: gl.constexpr):
-    """Wait until the consumer before has issued its products."""
+    """Wait until the consumer before this one has issued its products."""
     _bar("sync", _FIRST_NAMED + ME)
 
 

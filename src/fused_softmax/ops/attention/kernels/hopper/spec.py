@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-ROWS = 64  # of a tile that one consumer has, a warpgroup's
-ROW_VECTOR = 4  # floats of 16 bytes, that TMA wants rows to be multiples of
+ROWS = 64  # rows of a consumer's tile: those of a warpgroup
+ROW_VECTOR = 4  # floats in 16 bytes: TMA wants rows that are multiples of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,11 +13,13 @@ class HopperSpec:
 
     block_d, block_v: powers of two that hold a head's dims and a value's. registers: of a consumer's thread. left,
     right: whether the window has a bound there. ragged: whether the last of those tiles has fewer rows. reuses: whether
-    results leave by the shared memory that their inputs came by. of_keys: whether a consumer's rows are keys, and
-    queries go by. bias: whether there is one; bias_batches, bias_heads: 1 where it differs between those, 0 where it is
-    broadcast. stores_ds: whether the kernel of dK and dV also stores dS, of which the bias's gradient is a sum.
-    recorded: whether its weights take the maxima that `_delta` records. softcap: whether scores are capped.
-    alibi: whether there are slopes, but neither a bias nor a softcap; slope_batches: 1 where batches have their own.
+    results leave by the shared memory of their inputs.
+    of_keys: whether a consumer's rows are keys, and it goes over queries. bias: whether there is one. bias_batches,
+    bias_heads: 1 if it differs between these, 0 if it is broadcast. stores_ds: whether the kernel of dK and dV also
+    stores dS, from which the bias's gradient is summed. recorded: whether its weights take the maxima that `_delta`
+    records.
+    softcap: whether scores are capped. alibi: whether there are slopes, but neither a bias nor a softcap.
+    slope_batches: 1 if batches have slopes of their own.
     """
 
     consumers: int
@@ -52,11 +54,11 @@ class HopperSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec:
-    """Two consumers, warpgroups of ROWS queries each, which see `pieces` tiles of ROWS keys each.
+    """Two consumers, warpgroups of ROWS queries each, see `pieces` tiles of ROWS keys each.
 
     width: keys of a window, of which `after` come after the query. Its left bound cuts the first cut_left tiles, and
-    its right bound the last. stages: tiles of queries of each consumer in shared memory. key_stages: of how many turns
-    the keys have room there. registers, block_d, block_v: as HopperSpec has them.
+    its right bound the last one. stages: tiles of queries of each consumer in shared memory. key_stages: for how many
+    turns shared memory holds keys. registers, block_d, block_v: as HopperSpec has them.
     """
 
     consumers: ClassVar[int] = 2
@@ -77,7 +79,7 @@ class WindowSpec:
 
     @property
     def all_pieces(self):
-        """Those that some consumer sees."""
+        """Tiles of keys that some consumer sees."""
         return self.pieces + self.consumers - 1
 
 
@@ -95,7 +97,7 @@ class WindowSizes(NamedTuple):
 
 
 class WindowWork(NamedTuple):
-    """Of a consumer: the first head's number among all, that head, the first query, and the first key."""
+    """A consumer's work: the first head's number among all, that head, the first query, and the first key."""
 
     number: Any
     head: Any
@@ -104,10 +106,11 @@ class WindowWork(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """head_tiles: tiles that a head has, of those that programs take one after another; n_tiles: of all heads.
+    """Sizes that all kernels take.
 
-    shift: how many places a program moves on from one turn to the next. first_head, heads: the heads of keys that
-    tiles are of, in the kernel of dK and dV.
+    head_tiles: tiles of a head, which programs take one after another. n_tiles: of all heads. shift: how many places a
+    program moves on from one turn to the next. first_head, heads: in the kernel of dK and dV, the heads of keys that
+    the tiles belong to.
     """
 
     n_heads: Any
@@ -125,7 +128,7 @@ class Sizes(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Tiles in shared memory, with a barrier each that says it is full, and one that says it is empty."""
+    """Tiles in shared memory. Each has a barrier that says it is full, and one that says it is empty."""
 
     tiles: Any
     full: Any
@@ -133,10 +136,10 @@ class Ring(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Where dS goes, and a tile in shared memory for each consumer that it leaves by; and what `_delta` has recorded.
+    """Where dS goes, by way of a tile in shared memory for each consumer; and what `_delta` has recorded.
 
-    record: of all heads, or of a head of queries. batch, head: of a tile, the head among those that are kept. first:
-    its first key. slope: of the head, for ALiBi.
+    record: of all heads, or of a head of queries. batch, head, first: the batch of a tile, its head among those that
+    are kept, and its first key. slope: of the head, for ALiBi.
     """
 
     ds_map: Any

@@ -1,9 +1,10 @@
-"""attention's gradients for sm_90 and heads of more than 128 dims; deterministic, as those of 128 dims and fewer are.
+"""attention's gradients for sm_90 and heads of more than 128 dims, as deterministic as those for fewer dims.
 
-A warpgroup has no registers for both sums of its keys, dK and dV. So two share a tile of keys: the first has scores and
-sums dV, and hands the weights, times the derivative of a softcap, to the second, which has dP and sums dK. Each product
-is computed once. Shared memory has no place for two tiles of keys and two of values beside the queries that dQ is of:
-they go by in turn through one ring of three, values first.
+A warpgroup has no registers for both sums of its keys, dK and dV. So two warpgroups share a tile of keys. The first has
+the scores and sums dV. It hands the weights, times the derivative of a softcap, to the second, which has dP and sums
+dK. Each product is computed once.
+For dQ, shared memory has no room for two tiles of keys and two of values beside the queries. They go in turn through
+one ring of three tiles, values first.
 The formulas are those of `ops/attention/kernels/gradient.py`, and its traffic too.
 """
 
@@ -57,7 +58,7 @@ def _keys_gradient_wide(
     n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift, scale, rate, cap,
     K: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV. rows_map, record_ptr: of what `_delta` stores. coarse: as `own_tiles` takes it.
+    """dK and dV. rows_map, record_ptr: what `_delta` stores. coarse: as `own_tiles` takes it.
 
     rate, cap: as `scores_of` takes them.
     """
@@ -206,10 +207,10 @@ def _queries_gradient_wide(
 ):  # fmt: skip
     """dQ. rate, cap: as `scores_of` takes them."""
     S = Sizes(n_heads, group, n_queries, n_keys, left, right, offset, head_tiles, n_tiles, shift)
-    q = ring(K.consumers, K.consumers, q_map)  # of its barriers the first is that of all queries and dO
+    q = ring(K.consumers, K.consumers, q_map)  # its first barrier is for all queries and dO
     do = tiles_of(K.consumers, do_map)
     by = ring(K.stages, K.consumers, k_map)
-    gl.store(coarse_ptr, 0)  # whoever reads it has ended
+    gl.store(coarse_ptr, 0)  # all kernels that read it have ended
     R: gl.constexpr = K.registers
     gl.warp_specialize([
         (_load_for_queries, (q_map, k_map, v_map, do_map, q, by, do, S, K)),

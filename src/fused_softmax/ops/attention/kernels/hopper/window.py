@@ -1,12 +1,12 @@
 """attention of narrow windows for sm_90: all keys that a tile of queries sees are in shared memory at once.
 
-A program takes _ROWS queries for each consumer, reads the keys and values that these see once, and goes through some of
-the heads that share them. All scores of a row are there together, so no row needs a running state:
+A program has _ROWS queries for each consumer. It reads the keys and values that these see once, and goes through some
+of the heads that share them. All scores of a row are there together, so no row needs a running state:
 
     m = max_j z_j;  p_j = exp(z_j - m);  output = sum_j p_j v_j / sum_j p_j
 
-Keys lie in tiles of _ROWS, of which the last ends where the window of the last query ends. So each consumer sees
-`pieces` of them, one further for the next consumer, and it is known which of these the window cuts.
+Keys lie in tiles of _ROWS. The last tile ends where the window of the last query ends. So each consumer sees `pieces`
+tiles, which begin one tile further for the next consumer, and it is known which of them the window cuts.
 Traffic: query, output and lse once; for all heads that a program goes through, the keys and values that some of its
 queries may see, in whole tiles.
 """
@@ -53,7 +53,7 @@ def _window_hopper(
     """scale: in units of log 2. span: heads that a program goes through; n_tiles: of all of these."""
     S = WindowSizes(n_heads, group, n_queries, n_keys, offset, head_tiles, n_tiles, span)
     q = ring(K.consumers * K.stages, 1, q_map)
-    k = ring(K.key_stages * K.all_pieces, K.consumers, k_map)  # of its barriers the first key_stages serve
+    k = ring(K.key_stages * K.all_pieces, K.consumers, k_map)  # only its first key_stages barriers are used
     v = tiles_of(K.key_stages * K.all_pieces, v_map)
     OF_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, K.block_v], o_map.dtype)
     o = gl.allocate_shared_memory(o_map.dtype, [K.consumers, _ROWS, K.block_v], OF_TILES)
@@ -74,7 +74,7 @@ def _turns(S):
 
 @jit
 def _work_at(turn, S, K: gl.constexpr):
-    """(batch, first head, first query, first key) of this program's turn; keys before 0 are there as zeros."""
+    """(batch, first head, first query, first key) of this program's turn. Keys before 0 are read as zeros."""
     tile = gl.program_id(0) + turn * gl.num_programs(0)
     number, place = tile // S.head_tiles, tile % S.head_tiles
     spans = S.n_heads // S.span
@@ -129,7 +129,10 @@ def _go_through(
     sinks_ptr, o_map, lse_ptr, q, k, v, o, scale, count, keys, own, S, K: gl.constexpr, ME: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
-    """_ROWS queries of `span` heads. keys: which tile of keys is the first. EDGE: whether some are no keys."""
+    """_ROWS queries of `span` heads. keys: which tile of keys comes first.
+
+    EDGE: whether some of these keys do not exist.
+    """
     BLOCK_V: gl.constexpr = K.block_v
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ROWS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
@@ -188,7 +191,7 @@ def _go_through(
 
 @jit
 def _hidden(s, first, S, PIECE: gl.constexpr, K: gl.constexpr, EDGE: gl.constexpr):
-    """Scores, -inf where a key is hidden. PIECE: which of a consumer's tiles of keys it is; first: its first key."""
+    """Scores, with -inf for hidden keys. PIECE: which of a consumer's tiles of keys it is. first: its first key."""
     BELOW: gl.constexpr = (
         K.pieces - PIECE - 1
     ) * _ROWS  # keys from this tile's first to the last that the first query sees
