@@ -35,13 +35,13 @@ GUARDS = {
     "imports": 1, "interrupts": 1, "kernel_counts": 1, "layouts_compile": 1, "library": 24, "library_losses": 24,
     "library_sampling": 8, "losses_compile": 1, "losses_fuzz": 1, "multihead": 16, "names": 1, "opinfo": 24,
     "opinfo_losses": 16, "page": 16, "peers": 64, "peers_gathered": 8, "peers_runner": 1, "peers_waits": 1,
-    "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "sampling_turns": 8, "sampling_verification": 4,
-    "sanitize": 4, "segments_kernels": 4, "serve": 1, "serve_hostile": 12, "shards": 16, "shards_by_kernels": 16,
-    "shards_divergence": 24, "shards_dtensor": 16, "shards_fsdp": 24, "shards_in_disorder": 4, "shards_kept": 4,
-    "shards_linear": 16, "shards_linear_log_prob": 24, "shards_linear_pairs": 24, "shards_log_prob": 24,
-    "shards_log_prob_kept": 24, "shards_losses": 16, "shards_misuse": 1, "shards_of_calls": 24, "shards_of_eight": 4,
-    "shards_route": 8, "shards_sampling": 24, "shards_seams": 16, "site": 1, "trace_attention": 1, "trace_notes": 8,
-    "trl": 3, "verify_kernels": 4, "warm": 1, "without_triton": 1,
+    "plan_spans": 1, "profile": 1, "report": 1, "report_page": 1, "route_vmap": 8, "sampling_turns": 8,
+    "sampling_verification": 4, "sanitize": 4, "segments_kernels": 4, "serve": 1, "serve_hostile": 12, "shards": 16,
+    "shards_by_kernels": 16, "shards_divergence": 24, "shards_dtensor": 16, "shards_fsdp": 24, "shards_in_disorder": 4,
+    "shards_kept": 4, "shards_linear": 16, "shards_linear_log_prob": 24, "shards_linear_pairs": 24,
+    "shards_log_prob": 24, "shards_log_prob_kept": 24, "shards_losses": 16, "shards_misuse": 1, "shards_of_calls": 24,
+    "shards_of_eight": 4, "shards_route": 8, "shards_sampling": 24, "shards_seams": 16, "site": 1, "trace_attention": 1,
+    "trace_notes": 8, "trl": 3, "verify_kernels": 4, "warm": 1, "without_triton": 1,
 }  # fmt: skip
 # And files of which one case of a test in so many says enough for `make test`; CI takes an eighth as many again.
 ONE_IN = {

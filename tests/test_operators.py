@@ -167,6 +167,7 @@ def routing_samples():
     ids = torch.tensor([[1, 0], [-1, 2], [5, 3]], dtype=torch.int32)
     whole = (2, "sigmoid", True, bias, 4, 2, "top2", True, 2.5, noise, None, mask, True, True, True)
     replay = (2, "softmax", False, None, 1, None, "top2", True, 1.0, None, ids, None, True)
+    many = (*whole[:3], None, *whole[4:])
     m, of_scores = torch.zeros(3, 2) + 2, torch.ones(3, 3)
     weights, counts, shares = ids / 8, torch.arange(8, dtype=torch.int32), torch.tensor([0.5, 1.0, 0.25])
     of_sequences, of_each = counts.expand(3, 8).contiguous(), torch.tensor([0.5, 1.0, 0.25, 0.5, 1.0])
@@ -176,6 +177,8 @@ def routing_samples():
             (x, 2),
             (x, *whole),
             (x, *whole, 1),
+            (x, *many, None, True, 3),
+            (x, *many, 1, True, 1),
             (x, *replay, False, False, None, False),
             (x, 3, "softmax", True, None, 1, None, "top2", False),
         ],
@@ -186,6 +189,8 @@ def routing_samples():
             (x.detach(), weights, ids, of_scores, of_sequences, of_each, weights,
              *[each.detach() for each in of_losses[1:]], *whole, 1),
             (x.detach(), weights, ids, m, counts, shares, *of_weights, *replay),
+            (x.detach(), weights, ids, of_scores, of_sequences, of_each[None], weights, noise[:1] / 4, torch.ones(1),
+             torch.ones(1) / 2, x.detach() * 1, *many, 1, True, 1),
         ],
     }  # fmt: skip
 
@@ -327,7 +332,7 @@ def test_vmap(name, device):
         arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         tensors = [i for i, each in enumerate(arguments) if isinstance(each, torch.Tensor)]
         for batched in (tensors, tensors[:1]):
-            both = [torch.stack((arguments[i], arguments[i].roll(1, -1))) for i in batched]
+            both = [torch.stack((arguments[i], arguments[i].roll(1, *[-1][: arguments[i].ndim]))) for i in batched]
 
             def call(*given, arguments=arguments, batched=batched):
                 one = list(arguments)

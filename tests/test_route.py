@@ -447,7 +447,7 @@ def test_bad_arguments(argument, case, device):
 def test_every_option_has_a_bad_value():
     from fused_softmax.ops.routing.options import Routing
 
-    assert set(BAD) == {"logits", *Routing.OPTIONS}
+    assert set(BAD) == {"logits", *Routing.OPTIONS} - {"examples"}  # of vmap
 
 
 def test_the_module(device):

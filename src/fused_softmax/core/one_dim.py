@@ -3,6 +3,7 @@
 What such an operator takes after these arguments (scale, mask) goes through them as it is, or by rules of its own.
 """
 
+import torch
 from torch import Tensor
 
 
@@ -50,3 +51,12 @@ def batched_backward(operator, info, in_dims, dy, y, dim, *rest):
 def in_front(t: Tensor, at: int | None, batch_size: int) -> Tensor:
     """t with its batch dim, or a new one where it has none, first."""
     return t.expand(batch_size, *t.shape) if at is None else t.movedim(at, 0)
+
+
+def one_by_one(operator, info, in_dims, arguments):
+    """A call for each of the batch."""
+    found = []
+    for i in range(info.batch_size):
+        tensors = zip(arguments, in_dims, strict=False)
+        found.append(operator(*[each.select(at, i) if isinstance(at, int) else each for each, at in tensors]))
+    return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * len(found[0])

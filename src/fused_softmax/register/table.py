@@ -249,6 +249,7 @@ OPERATORS = (
         fake=routing_rules.fake_route,
         save=routing_rules.save_route,
         gradient=routing_rules.route_gradient,
+        batched=routing_rules.batched_route,
         public=route,
         reference=routing_reference.route,
         bench=("route", "route_gradient"),
@@ -259,6 +260,7 @@ OPERATORS = (
         schema=routing_rules.BACKWARD,
         run=routing_rules.route_backward,
         fake=routing_rules.fake_route_backward,
+        batched=routing_rules.batched_route_backward,
     ),
     Operator(
         **segment_rules.rules_of("segment_softmax"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_softmax.core.checks import arithmetic_of
-from fused_softmax.core.one_dim import in_front
+from fused_softmax.core.one_dim import in_front, one_by_one
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.attention import attention as ops
 from fused_softmax.ops.attention.call import Inputs, Results
@@ -122,7 +122,7 @@ def attention_gradient(ctx, do, dlse, *_):
 
 def batched_attention(operator, info, in_dims, *arguments):
     if in_dims[_SINKS] is not None:
-        return _one_by_one(operator, info, in_dims, arguments)
+        return one_by_one(operator, info, in_dims, arguments)
     found = operator(*_folded(info, in_dims, arguments, (False,) * _N_DIFFERENTIABLE), *arguments[_N_INPUTS:])
     return found, _dims_of(found)
 
@@ -131,7 +131,7 @@ def batched_attention_backward(operator, info, in_dims, *arguments):
     (results, given), (of_results, of_given) = ((each[:4], each[4:]) for each in (arguments, in_dims))
     asked = given[_N_INPUTS]
     if of_given[_SINKS] is not None or asked[_SINKS]:
-        return _one_by_one(operator, info, in_dims, arguments)
+        return one_by_one(operator, info, in_dims, arguments)
     results = [
         None if each is None else in_front(each, at, info.batch_size)
         for each, at in zip(results, of_results, strict=True)
@@ -160,14 +160,6 @@ def _folded(info, in_dims, arguments, asked) -> list[Tensor | None]:
         slopes = slopes.reshape(info.batch_size, *[1] * (query.ndim - 2 - slopes.ndim), *slopes.shape[1:])
         slopes = slopes.expand(query.shape[:-2])
     return [*found, sinks, slopes]
-
-
-def _one_by_one(operator, info, in_dims, arguments):
-    found = []
-    for i in range(info.batch_size):
-        tensors = zip(arguments, in_dims, strict=False)
-        found.append(operator(*[each.select(at, i) if isinstance(at, int) else each for each, at in tensors]))
-    return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * len(found[0])
 
 
 def _dims_of(found) -> tuple[int | None, ...]:

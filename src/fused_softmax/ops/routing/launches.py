@@ -1,7 +1,7 @@
 """Prepared launches of routing and of its gradient: one each, whatever is asked for."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ class RoutedRows(NamedTuple):
     states: float32 [n_rows, 2 or 3]: m and s of each row, and the sum of its scores, if these are not softmax's. s is 0
         in a row that is not routed.
     of_sequences: int32 [n_sequences, n_experts], the counts of each.
-    shares: float32: 1 / rows, 1 / sequences, and for each sequence n_experts / (rows ** 2 * k).
+    shares: float32: 1 / rows, 1 / sequences, and for each sequence n_experts / (rows ** 2 * k). With examples they have
+        a row for each.
     """
 
     weights: Tensor
@@ -109,10 +110,9 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
 
     x, noise = given.x, given.noise
     (n_rows, n_experts), device, empty = x.shape, x.get_device(), allocator(x.device)
-    sequences = options.sequence_length if options.return_aux_loss else None
-    sums = options.sums
+    sums, sequences = options.sums, options.in_sequences
     how: dict[str, Any] = {"sums": sums, "most_warps": SUMMING_WARPS if sums else WARPS}
-    plan = plan or plan_route(n_rows, n_experts, sequences or n_rows, device_of(device), **how)
+    plan = plan or plan_route(n_rows, n_experts, options.length(n_rows), device_of(device), **how)
     spec = _spec(given, options, plan, sums)
     keeps, k, unit = sums or (states and spec.totals), options.k, _unit(n_rows)
     stride, where = 2 * n_experts + BESIDE, x.device
@@ -161,8 +161,8 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     there = [i for i, each in enumerate(like) if each is not None]
 
     def for_rows(n: int) -> Any:
-        other = plan_route(n, n_experts, sequences or n, device_of(device), **how)
-        if other.rows != plan.rows or _unit(n) != unit or (sequences and n % sequences):
+        other = plan_route(n, n_experts, asked.length(n), device_of(device), **how)
+        if other.rows != plan.rows or _unit(n) != unit or n % other.length:
             return None
         again = launched.again(
             other.programs, {names.index(name): value for name, value in _scalars(other).items() if name in names}
@@ -174,11 +174,27 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
             rows, between = results(plan)
             tensors = arranged(given, rows, between)
             launch(*[tensors[i] for i in there])
-            return rows
+            return _of_examples(rows, between, asked.examples, unit) if sums and asked.examples else rows
 
         return call
 
     return Launched(_calling(plan, launched.__call__), lambda m, of: for_rows(n_rows // of * m), by_row=True)
+
+
+def _of_examples(rows: Any, between: tuple, n: int, unit: float) -> RoutedRows:
+    """With the sums of each of n examples, of what programs left of their sequences."""
+    slots, _, squares, balances = between
+    n_experts = len(rows.counts)
+    slots = slots.view(n, -1, 2 * n_experts + BESIDE)
+    routed = slots[..., 2 * n_experts]
+    shares = torch.stack([1 / each.sum(1).clamp(min=1).double() for each in (routed, routed > 0)], 1)
+    return rows._replace(
+        counts=slots[..., n_experts : 2 * n_experts].sum(1, dtype=torch.int32),
+        prob_sums=slots[..., :n_experts].sum(1).float() / unit,
+        aux_loss=None if rows.aux_loss is None else (balances.view(n, -1).sum(1) * shares[:, 1]).float(),
+        z_loss=None if squares is None else (squares.view(n, -1).sum(1, dtype=torch.float64) * shares[:, 0]).float(),
+        shares=torch.cat((shares.float(), rows.shares[2:].view(n, -1)), 1),
+    )
 
 
 def _scalars(plan: RoutePlan) -> dict[str, int]:
@@ -208,14 +224,36 @@ def _spec(given: RouteRows, options: Routing, plan: RoutePlan, sums: bool) -> Ro
         groups_kept=options.groups_kept or 1, top2=options.group_score == "top2",
         packed=given.x.element_size() == 2 and given.noise is None and by_itself,
         of_scores=compares_scores and given.indices is None, elsewhere=not by_itself, totals=options.totals, sums=sums,
-        sequences=sums and options.return_aux_loss and options.sequence_length is not None, sum_rows=plan.sum_rows,
-        sum_cols=plan.sum_cols, sum_ids=LANES * plan.num_warps, aligned=given.x.stride(0) % 8 == 0,
+        sequences=options.in_sequences, sum_rows=plan.sum_rows, sum_cols=plan.sum_cols, sum_ids=LANES * plan.num_warps,
+        aligned=given.x.stride(0) % 8 == 0,
     )  # fmt: skip
     return replace(spec, held=sums and spec.n_tiles <= HELD)
 
 
 def backward(given: RouteRows, rows: RoutedRows, of_results: OfResults, options: Routing) -> Tensor:
     """The gradient of the logits [n_rows, n_experts]. rows: what `forward` found, less what it does not need."""
+    if options.examples is None or not options.sums:
+        return _backward(given, rows, of_results, options)
+    shares, counts, states = (cast("Tensor", each) for each in (rows.shares, rows.counts, rows.states))
+    d = of_results._replace(z_loss=None)
+    if d.prob_sums is not None or d.aux_loss is not None:  # each sequence's prices, as if they were its counts
+        counts = counts.view(len(shares), -1, counts.shape[-1])
+        of_counts = 0 if d.aux_loss is None else (d.aux_loss[:, None] * shares[:, 1:2] * shares[:, 2:])[..., None]
+        prices = of_counts * counts + (0.0 if d.prob_sums is None else d.prob_sums[:, None])
+        ones = shares.new_ones(2 + counts.shape[:2].numel())
+        rows, d = rows._replace(counts=prices, shares=ones), d._replace(prob_sums=None, aux_loss=ones[0])
+    dx = _backward(given, rows, d, options)
+    if of_results.z_loss is None:
+        return dx
+    # The kernel takes one gradient of the z-loss for all rows.
+    x = given.x.float() + (0.0 if given.noise is None else given.noise.float())
+    m, total = states[:, :1], states[:, 1:2]
+    lse = m + torch.where(total > 0, total, 1.0).log()
+    slope = (2 * of_results.z_loss * shares[:, 0]).repeat_interleave(len(x) // len(shares))[:, None] * lse
+    return torch.where(total > 0, dx + slope * (x - lse).exp(), dx).to(dx.dtype)
+
+
+def _backward(given: RouteRows, rows: RoutedRows, of_results: OfResults, options: Routing) -> Tensor:
     of_results = OfResults(*[each if each is None else each.contiguous() for each in of_results])
     tensors = given.x, given.noise, *of_results, rows.weights, rows.states
     call = kept("route_gradient", options.key, tensors, prepare_gradient, given, rows, of_results, options)
@@ -230,12 +268,11 @@ def prepare_gradient(
 
     x, noise = given.x, given.noise
     (n_rows, n_experts), device, empty, dtype = x.shape, x.get_device(), allocator(x.device), x.dtype
-    sequences = options.sequence_length if options.return_aux_loss else None
     of_sums = of_results.prob_sums, of_results.aux_loss, of_results.z_loss
     of_weights = of_results.weights is not None or of_results.dense is not None
     everywhere = of_weights and options.score == "softmax" and options.score_first and not options.renormalize
     full = everywhere or any(each is not None for each in of_sums)
-    plan = plan or plan_route(n_rows, n_experts, sequences or n_rows, device_of(device), sums=full)
+    plan = plan or plan_route(n_rows, n_experts, options.length(n_rows), device_of(device), sums=full)
     spec = RouteSpec(
         n_experts=n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
         renormalize=options.renormalize, full=full, priced=of_results.aux_loss is not None,
@@ -262,8 +299,8 @@ def prepare_gradient(
     there = [i for i, each in enumerate(like) if each is not None]
 
     def for_rows(n: int) -> Any:
-        other = plan_route(n, n_experts, sequences or n, device_of(device), sums=full)
-        if other.rows != plan.rows or (sequences and n % sequences):
+        other = plan_route(n, n_experts, options.length(n), device_of(device), sums=full)
+        if other.rows != plan.rows or n % other.length:
             return None
         return launched.again(
             other.programs, {names.index(name): value for name, value in _scalars(other).items() if name in names}

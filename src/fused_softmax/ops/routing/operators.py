@@ -1,4 +1,4 @@
-"""The rules of routing as a registered operator and its gradient: what runs, fakes, autograd.
+"""The rules of routing as a registered operator and its gradient: what runs, fakes, autograd, vmap.
 
 Of rows [n_rows, n_experts]; what is not asked for is empty. The last three results are for the gradient.
 """
@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fused_softmax.core.one_dim import in_front, one_by_one
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.routing import reference
 from fused_softmax.ops.routing.launches import OfResults, RoutedRows, forward, refused_sizes, rows_of_call
@@ -23,11 +24,11 @@ BACKWARD = (
     f"Tensor? dweights, Tensor? dprob_sums, Tensor? daux_loss, Tensor? dz_loss, Tensor? ddense, {Routing.schema()}) "
     "-> Tensor"
 )
-_INTEGERS = 1, 2, 8  # of the results
+_INTEGERS, _OF_EXAMPLES = (1, 2, 8), (2, 3, 4, 5, 9)  # of the results
 
 
 def _runs(logits: Tensor, options: Routing) -> bool:
-    return on_device(logits) and not refused_sizes(len(logits), logits.shape[1], options)
+    return on_device(logits) and not refused_sizes(logits.shape[0], logits.shape[1], options)
 
 
 def route(logits, *given):
@@ -50,15 +51,15 @@ def fake_route(logits, *given):
     options = Routing.of_traced(given)
     n_rows, n_experts = logits.shape
     runs, sums = _runs(logits, options), options.sums
-    of_each = options.return_aux_loss and options.sequence_length is not None
-    n_sequences = n_rows // options.sequence_length if of_each else 1
+    n_sequences = n_rows // options.length(n_rows)
+    n = [] if options.examples is None else [options.examples]
     shapes: tuple[list[int] | None, ...] = (
-        [n_rows, options.k], [n_rows, options.k], [n_experts] if sums else None, [n_experts] if sums else None,
-        [] if options.return_aux_loss else None, [] if options.return_z_loss else None,
+        [n_rows, options.k], [n_rows, options.k], *[[*n, n_experts] if sums else None] * 2,
+        n if options.return_aux_loss else None, n if options.return_z_loss else None,
         [n_rows, n_experts] if options.dense else None,
         [n_rows, 2 if options.score == "softmax" else 3] if runs and options.totals else None,
-        [n_sequences, n_experts] if runs and of_each else None,
-        [2 + n_sequences] if runs and sums else None,
+        [n_sequences, n_experts] if runs and options.in_sequences else None,
+        [*n, 2 + n_sequences // (options.examples or 1)] if runs and sums else None,
     )  # fmt: skip
     return tuple(
         logits.new_empty([0] if shape is None else shape, dtype=torch.int32 if i in _INTEGERS else torch.float32)
@@ -73,7 +74,7 @@ def save_route(ctx, inputs, output):
     ctx.options = replace(options, bias=None, noise=None, indices=None, row_mask=None)
     ctx.save_for_backward(
         logits, options.noise, options.indices, options.row_mask, weights, chosen, states,
-        of_sequences if options.return_aux_loss and options.sequence_length is not None else counts, shares,
+        of_sequences if options.in_sequences else counts, shares,
     )  # fmt: skip
     ctx.mark_non_differentiable(chosen, counts, states, of_sequences, shares)
     ctx.set_materialize_grads(False)
@@ -111,3 +112,44 @@ def route_backward(logits, weights, chosen, states, counts, shares, *given):
 
 def fake_route_backward(logits, *_):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+# vmap: the batch is more rows, in so many examples. A bias is one of all rows, so a batch of them takes a launch for
+# each; a gradient, whose choices are made, needs none.
+
+
+def batched_route(operator, info, in_dims, logits, *given):
+    options = Routing.of_traced(given)
+    if dict(zip(Routing.FORMULA, in_dims[1:], strict=False)).get("bias") is not None:
+        return one_by_one(operator, info, in_dims, (logits, *given))
+    logits = _of_all(logits, in_dims[0], info)
+    found = list(operator(logits, *_options_of_all(options, in_dims[1:], info).traced()))
+    if not options.in_sequences:
+        found[8] = found[8].new_empty(0)
+    for i, each in enumerate(found):
+        if each.shape != (0,) and (i not in _OF_EXAMPLES or options.examples is not None):
+            found[i] = each.unflatten(0, (info.batch_size, -1))
+    return tuple(found), tuple(None if each.shape == (0,) else 0 for each in found)
+
+
+def batched_route_backward(operator, info, in_dims, *arguments):
+    options = replace(Routing.of_traced(arguments[11:]), bias=None)
+    n = options.examples is not None
+    of_rows = *[True] * 4, options.in_sequences, n, True, n, n, n, True
+    tensors = [
+        each if each is None else _of_all(each, at, info, rows)
+        for each, at, rows in zip(arguments[:11], in_dims[:11], of_rows, strict=True)
+    ]
+    dx = operator(*tensors, *_options_of_all(options, in_dims[11:], info).traced())
+    return dx.unflatten(0, (info.batch_size, -1)), 0
+
+
+def _of_all(each: Tensor, at: int | None, info, rows: bool = True) -> Tensor:
+    each = in_front(each, at, info.batch_size)
+    return each.flatten(0, 1) if rows else each
+
+
+def _options_of_all(options, in_dims, info):
+    at = dict(zip(Routing.FORMULA, in_dims, strict=False))
+    tensors = {name: _of_all(each, at[name], info) for name, each in options.tensors.items() if name != "bias"}
+    return replace(options, **tensors, examples=info.batch_size * (options.examples or 1) if options.sums else None)

@@ -60,6 +60,7 @@ class Routing(Options):
     """What a call asks for. Tensors of rows have the leading dims of the logits, or are flat where those are.
 
     bias: [n_experts]. noise: as the logits. indices: [..., k]. row_mask: [...].
+    examples: of vmap, how many have as many rows each, one behind another: their sums and losses are [examples, ...].
     """
 
     k: int = option(MISSING, "int", _is_count)
@@ -79,6 +80,7 @@ class Routing(Options):
     return_z_loss: bool = option(False, "bool", is_bool)
     sequence_length: int | None = option(None, "int?", _is_count_or_none)
     return_counts: bool = option(True, "bool", is_bool)
+    examples: int | None = option(None, "SymInt?")
 
     @property
     def key(self) -> tuple:
@@ -89,6 +91,16 @@ class Routing(Options):
     def sums(self) -> bool:
         """Whether rows are added up."""
         return self.return_counts or self.return_aux_loss or self.return_z_loss
+
+    @property
+    def in_sequences(self) -> bool:
+        """Whether rows are added up in sequences: those that are asked for, else examples."""
+        return self.sums and (self.examples is not None or (self.return_aux_loss and self.sequence_length is not None))
+
+    def length(self, n_rows: int) -> int:
+        """Rows of a sequence; all rows where there are none."""
+        of_loss = self.sequence_length if self.return_aux_loss else None
+        return (n_rows // (self.examples or 1) or 1) if of_loss is None else of_loss
 
     @property
     def totals(self) -> bool:

@@ -218,19 +218,22 @@ def _sums(x: Tensor, scores: Tensor, place: Tensor, valid: Tensor, options: Rout
     probs = scores if options.score == "softmax" else _over_sum(scores)
     probs = torch.where(valid[:, None], probs, 0.0)
     chose = torch.zeros(n_rows, n_experts + 1, dtype=torch.bool, device=x.device).scatter(1, place, True)[:, :n_experts]
+
+    def added(each: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        n = options.examples
+        return each.sum(0, dtype=dtype) if n is None else each.unflatten(0, (n, len(each) // n)).sum(1, dtype=dtype)
+
     squares = balance = n_sequences = None
     if options.return_z_loss:
-        squares = torch.where(valid, x.logsumexp(-1).square(), 0.0).sum()
+        squares = added(torch.where(valid, x.logsumexp(-1).square(), 0.0))
     if options.return_aux_loss and options.sequence_length is not None:
         shape = n_rows // options.sequence_length, options.sequence_length
         of_each = valid.view(shape).sum(-1, dtype=torch.float64)
         losses = _balance(
             chose.view(*shape, n_experts).sum(1), probs.view(*shape, n_experts).sum(1), of_each, options.k
         )
-        balance, n_sequences = losses.sum(), (of_each > 0).sum(dtype=torch.float64)
-    return Sums(
-        chose.sum(0, dtype=torch.int32), probs.sum(0), valid.sum(dtype=torch.float64), squares, balance, n_sequences
-    )
+        balance, n_sequences = added(losses), added(of_each > 0, torch.float64)
+    return Sums(added(chose, torch.int32), added(probs), added(valid, torch.float64), squares, balance, n_sequences)
 
 
 def _balance(counts: Tensor, prob_sums: Tensor, n_rows: Tensor, k: int) -> Tensor:

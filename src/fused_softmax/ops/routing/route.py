@@ -122,7 +122,7 @@ def _route(logits: Any, given: dict[str, Any], key: tuple) -> RouteOutput:
     mesh_of(_NAME, {"logits": logits, **options.tensors})
     of_call = logits, *options.tensors.values()
     refused = refused_sizes(logits.shape[:-1].numel(), logits.shape[-1], options)
-    way = route_of(_NAME, *of_call, refused=refused, batches=False, shards=True)
+    way = route_of(_NAME, *of_call, refused=refused, shards=True)
     if way is Route.SHARDS:
         return route_on_shards(_NAME, rows_of, logits, options)
     indices = options.indices

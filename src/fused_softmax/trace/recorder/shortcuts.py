@@ -4,7 +4,6 @@ SHORTCUTS: (holder, name of its attribute, function from the old attribute to th
 in place while a recording is made, and in the tests from the start.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -100,14 +99,14 @@ def _operands(plain: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any,
                 first, second = known[types]
                 return lhs if first is None else first(self, lhs), rhs if second is None else second(self, rhs)
             found = plain(self, lhs, rhs, *flags)
-            brings = _brought(lhs, found[0]), _brought(rhs, found[1])
-            if "" not in brings:
-                known[types] = brings
+            if all(map(_has_its_dims, (lhs, rhs), found)):
+                known[types] = _bringing(lhs, found[0]), _bringing(rhs, found[1])
             return found
-        number, tensor = (lhs, rhs) if right is tl.tensor else (rhs, lhs)
+        number: Any = lhs if right is tl.tensor else rhs
+        tensor = rhs if number is lhs else lhs
         if number.__class__ not in _NUMBERS or tensor.__class__ is not tl.tensor:
             return plain(self, lhs, rhs, *flags)
-        key = tensor.type.name, number, number.__class__, math.copysign(1.0, number), right is tl.tensor, flags
+        key = tensor.type.name, number.__class__, repr(number), right is tl.tensor, flags  # 0.0 and -0.0 are equal
         if key in made:
             return (lhs, made[key]) if number is rhs else (made[key], rhs)
         found = plain(self, lhs, rhs, *flags)
@@ -120,13 +119,16 @@ def _operands(plain: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any,
     return operands
 
 
-def _brought(given: Any, found: Any) -> Any:
-    """What makes of tensors of one type those of another: None if nothing, "" where only Triton does it."""
-    type = found.type
+def _has_its_dims(given: Any, found: Any) -> bool:
+    """Whether no dim was added to a tensor that had some."""
+    return not given.type.is_block() or len(given.shape) == len(found.shape)
+
+
+def _bringing(given: Any, found: Any) -> Callable[[Any, Any], Any] | None:
+    """What casts tensors of one type to another, splats and broadcasts them; None if there is nothing to do."""
     if found is given:
         return None
-    if given.type.is_block() and len(given.shape) != len(found.shape):
-        return ""
+    type = found.type
     shape = [*type.shape] if type.is_block() else []
 
     def bring(semantic: Any, tensor: Any) -> Any:
