@@ -654,14 +654,21 @@ def _is_number(factor: Any) -> bool:
     return isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < abs(factor) < math.inf
 
 
+def _is_index(part: Any) -> bool:
+    """Whether it says itself how many dims it takes: a mask of bytes, a list or another library's array may not."""
+    if isinstance(part, Tensor):
+        return part.dtype != torch.uint8
+    return part is Ellipsis or (isinstance(part, (int, slice)) and not isinstance(part, bool))
+
+
 def _leaves_last(index: Any, ndim: int) -> bool:
     """Whether an index takes rows, and leaves the last dim whole and last."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(each is None or isinstance(each, bool) for each in parts):
+    if not all(map(_is_index, parts)):
         return False
     dims = sum(each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in parts)
     has_rest = any(each is Ellipsis for each in parts)
-    tensors = sum(isinstance(each, (Tensor, list)) for each in parts)
+    tensors = sum(isinstance(each, Tensor) for each in parts)
     if has_rest:
         dims -= 1
     if tensors > 1 or dims > ndim:
