@@ -122,6 +122,10 @@ def _masked(logits):
     return logits.float().view(-1, VOCABULARY)
 
 
+def _sixteenths(dtype):
+    return torch.arange(VOCABULARY, dtype=dtype) / 16
+
+
 READERS = {
     "log_softmax": lambda logits: logits.view(-1, VOCABULARY).log_softmax(-1),
     "a class is masked in place": _masked,
@@ -135,6 +139,8 @@ READERS = {
     "classes of rows that an array chooses": lambda logits: logits[np.ones(logits.shape[:2], bool), :30],
     "classes of rows that a list chooses": lambda logits: logits[[[True] * LENGTH] * 2, :30],
     "classes of rows that bytes choose": lambda logits: logits[torch.ones(logits.shape[:2], dtype=torch.uint8), :30],
+    "a bias of more bits": lambda logits: (logits.to(torch.float64) + _sixteenths(torch.float64)).flatten(0, 1),
+    "a bias of fewer bits": lambda logits: (logits.to(torch.bfloat16) + _sixteenths(torch.bfloat16)).flatten(0, 1),
     "a scale after a softcap": lambda logits: (torch.tanh(logits / 2) * 2 * 3).view(-1, VOCABULARY),
     "a new dim": lambda logits: logits[:, None].flatten(0, 2),
     "halves": lambda logits: (logits.view(-1, 2, VOCABULARY) * 0.5).flatten(0, 1) + torch.linspace(0, 1, VOCABULARY),

@@ -228,6 +228,7 @@ class Deferred:
     head, given: a linear layer and its input, as the model called it. layer: (weight, bias) that the head had. A
     parametrization makes them once, at that call. None where FSDP2 moves them, or a compiler traces them. rows: those
     of the input whose logits these are.
+    made: the dtype of the head's output; dtype: of these logits.
     The logits are the head's output, or step(the parent's logits, *arguments); or bias + the head's output, times
     `times`, over `over`, and, if cap is a number, cap * tanh of that over cap.
     """
@@ -237,7 +238,8 @@ class Deferred:
         self.device_type = given.device.type
         self.autocast = torch.is_autocast_enabled(self.device_type)
         self.lowered = torch.get_autocast_dtype(self.device_type)
-        self.dtype = self.lowered if self.autocast and given.dtype != torch.float64 else given.dtype
+        self.made = self.lowered if self.autocast and given.dtype != torch.float64 else given.dtype
+        self.dtype = self.made
         self.parent: Deferred | None = None
         self.step: Any = None
         self.arguments: tuple[Any, ...] = ()
@@ -385,6 +387,8 @@ class Deferred:
         plain = self.times == self.over and not self.bounded
         if self._is_made() or not of_classes or not plain or other.dtype != self.dtype or other.ndim > self.ndim:
             return self.tensor() + other
+        if other.dtype != self.made and (other.dtype, self.made.itemsize) != (torch.float32, 2):
+            return self.tensor() + other  # no head has such a bias
         other = other.clone()
         bias = other.reshape(-1)
         return self._then(
