@@ -9,6 +9,7 @@ import warnings
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ pytest.importorskip("transformers")
 import hf_applied
 import transformers
 from conftest import kernels
-from hf_applied import LOSS, MODELS, VOCABULARY, close, inputs, listened, made, pair, products, trained
+from hf_applied import LENGTH, LOSS, MODELS, VOCABULARY, close, inputs, listened, made, pair, products, trained
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
@@ -121,6 +122,10 @@ def _masked(logits):
     return logits.float().view(-1, VOCABULARY)
 
 
+def _sixteenths(dtype):
+    return torch.arange(VOCABULARY, dtype=dtype) / 16
+
+
 READERS = {
     "log_softmax": lambda logits: logits.view(-1, VOCABULARY).log_softmax(-1),
     "a class is masked in place": _masked,
@@ -131,6 +136,11 @@ READERS = {
     "another order": lambda logits: logits.flip(-1).view(-1, VOCABULARY),
     "a bias after a scale": lambda logits: (logits * 2 + torch.linspace(1, 2, VOCABULARY)).view(-1, VOCABULARY),
     "rows chosen": lambda logits: logits[torch.ones(logits.shape[:2], dtype=torch.bool)],
+    "classes of rows that an array chooses": lambda logits: logits[np.ones(logits.shape[:2], bool), :30],
+    "classes of rows that a list chooses": lambda logits: logits[[[True] * LENGTH] * 2, :30],
+    "classes of rows that bytes choose": lambda logits: logits[torch.ones(logits.shape[:2], dtype=torch.uint8), :30],
+    "a bias of more bits": lambda logits: (logits.to(torch.float64) + _sixteenths(torch.float64)).flatten(0, 1),
+    "a bias of fewer bits": lambda logits: (logits.to(torch.bfloat16) + _sixteenths(torch.bfloat16)).flatten(0, 1),
     "a scale after a softcap": lambda logits: (torch.tanh(logits / 2) * 2 * 3).view(-1, VOCABULARY),
     "a new dim": lambda logits: logits[:, None].flatten(0, 2),
     "halves": lambda logits: (logits.view(-1, 2, VOCABULARY) * 0.5).flatten(0, 1) + torch.linspace(0, 1, VOCABULARY),

@@ -212,6 +212,9 @@ def test_one_row_without_leading_dims(way, device):
     t, kept = columns.nonzero()[1, 0], given(columns, way)
     wanted = truth(x.double()[None], t[None], columns[None])
     torch.testing.assert_close(log_prob(x, t, kept=kept).double(), wanted[0][0], rtol=1e-5, atol=1e-5)
+    several = columns.nonzero()[:3, 0]
+    wanted = truth(x.double()[None], several[None], columns[None])
+    torch.testing.assert_close(log_prob(x, several, kept=kept).double(), wanted[0][0], rtol=1e-5, atol=1e-5)
 
 
 @every_way
@@ -645,6 +648,23 @@ def test_torchs_path_says_the_same(way, dtype, device, monkeypatch):
     columns = sets(613)
     for k in (None, 3):
         assert_right((peaked(6, 613) / 2).to(dtype), any_targets(columns, k), columns, way, softcap=5.0, scale=-0.5)
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (6, 1), (2, 3), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("k", [None, 3])
+@every_way
+def test_torchs_path_of_leading_dims(way, k, leading, device, monkeypatch):
+    if device != "cpu":
+        pytest.skip("of CPU tensors")
+    monkeypatch.setattr(route, "INTERPRET", False)
+    n = math.prod(leading)
+    columns, x = sets(40)[-n:], peaked(n, 40)
+    t = any_targets(columns, k)
+    kept = given(columns.view(*leading, 40), way)
+    found = log_prob(x.view(*leading, 40), t.view(leading + t.shape[1:]), kept=kept, **ALL)
+    for ours, theirs in zip((*found[:3], *found.stats), truth(x.double(), t, columns), strict=True):
+        wanted = theirs.view(leading + theirs.shape[1:]).double()
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", ["offsets", "ids", "neither"])

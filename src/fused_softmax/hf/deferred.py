@@ -230,6 +230,7 @@ class Deferred:
     head, given: a linear layer and its input, as the model called it. layer: (weight, bias) that the head had. A
     parametrization makes them once, at that call. None where FSDP2 moves them, or a compiler traces them. rows: those
     of the input whose logits these are.
+    made: the dtype of the head's output; dtype: of these logits.
     The logits are the head's output, or step(the parent's logits, *arguments); or bias + the head's output, times
     `times`, over `over`, and, if cap is a number, cap * tanh of that over cap.
     """
@@ -239,7 +240,8 @@ class Deferred:
         self.device_type = given.device.type
         self.autocast = torch.is_autocast_enabled(self.device_type)
         self.lowered = torch.get_autocast_dtype(self.device_type)
-        self.dtype = self.lowered if self.autocast and given.dtype != torch.float64 else given.dtype
+        self.made = self.lowered if self.autocast and given.dtype != torch.float64 else given.dtype
+        self.dtype = self.made
         self.parent: Deferred | None = None
         self.step: Any = None
         self.arguments: tuple[Any, ...] = ()
@@ -387,6 +389,8 @@ class Deferred:
         plain = self.times == self.over and not self.bounded
         if self._is_made() or not of_classes or not plain or other.dtype != self.dtype or other.ndim > self.ndim:
             return self.tensor() + other
+        if other.dtype != self.made and (other.dtype, self.made.itemsize) != (torch.float32, 2):
+            return self.tensor() + other  # no head has such a bias
         other = other.clone()
         bias = other.reshape(-1)
         return self._then(
@@ -656,14 +660,21 @@ def _is_number(factor: Any) -> bool:
     return isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < abs(factor) < math.inf
 
 
+def _is_index(part: Any) -> bool:
+    """Whether it says itself how many dims it takes: a mask of bytes, a list or another library's array may not."""
+    if isinstance(part, Tensor):
+        return part.dtype != torch.uint8
+    return part is Ellipsis or (isinstance(part, (int, slice)) and not isinstance(part, bool))
+
+
 def _leaves_last(index: Any, ndim: int) -> bool:
     """Whether an index takes rows, and leaves the last dim whole and last."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(each is None or isinstance(each, bool) for each in parts):
+    if not all(map(_is_index, parts)):
         return False
     dims = sum(each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in parts)
     has_rest = any(each is Ellipsis for each in parts)
-    tensors = sum(isinstance(each, (Tensor, list)) for each in parts)
+    tensors = sum(isinstance(each, Tensor) for each in parts)
     if has_rest:
         dims -= 1
     if tensors > 1 or dims > ndim:

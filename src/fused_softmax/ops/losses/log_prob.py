@@ -462,7 +462,7 @@ def _as_rows(
     rows = input.reshape(-1, input.shape[-1])
     if temperature is not None:
         temperature = temperature.detach().reshape(-1).to(arithmetic_of(input)).contiguous()
-    if input.ndim > 2:
+    if input.ndim != 2:
         target = target.reshape(len(rows), -1)
     return aligned(rows, columns), target.contiguous(), temperature
 

@@ -214,7 +214,7 @@ def columns_of(kept: tuple[Tensor, Tensor] | Tensor, shape: Sequence[int]) -> tu
     n_rows = math.prod(leading)
     if isinstance(kept, Tensor):
         bits = (kept.unsqueeze(-1) >> torch.arange(32, device=kept.device, dtype=kept.dtype)) & 1
-        columns = bits.flatten(-2)[..., :n_classes].bool()
+        columns = bits.flatten(-2)[..., :n_classes].bool().view(tuple(shape))  # which may be of flattened rows
         return columns, torch.zeros((*leading, 1), dtype=torch.bool, device=kept.device)
     ids, offsets = kept[0].long(), kept[1].long()
     spoilt, upto = unreadable(offsets, ids.shape[0]), offsets.cummax(0).values
