@@ -55,16 +55,17 @@ def _block_type(plain: Callable[..., None]) -> Callable[..., None]:
 
 def _tensor(plain: Callable[..., None]) -> Callable[..., None]:
     """Tensors of one shape share the constexprs that describe it."""
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    known: dict[int, tuple[Any, Any, Any]] = {}  # by the identity of a shape, which types share and which lives on here
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes in known:
+        shape = type.shape if type.is_block() else ()
+        found = known.get(id(shape))
+        if found is not None and found[0] is shape:
             self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.numel, self.shape = known[sizes]
+            _, self.numel, self.shape = found
         else:
             plain(self, handle, type)
-            known[sizes] = self.numel, self.shape
+            known[id(shape)] = shape, self.numel, self.shape
 
     return init
 
@@ -129,10 +130,11 @@ def _bringing(given: Any, found: Any) -> Callable[[Any, Any], Any] | None:
     if found is given:
         return None
     type = found.type
-    shape = [*type.shape] if type.is_block() else []
+    casts, shape = given.type.scalar != type.scalar, [*type.shape] if type.is_block() else []
 
     def bring(semantic: Any, tensor: Any) -> Any:
-        tensor = semantic.cast(tensor, type.scalar)
+        if casts:
+            tensor = semantic.cast(tensor, type.scalar)
         if tensor.type.is_block():
             if tensor.type.name == type.name:
                 return tensor
