@@ -141,13 +141,13 @@ def _route(logits: Any, given: dict[str, Any], key: tuple) -> RouteOutput:
 
 
 def _by_operator(logits: Tensor, options: Routing) -> RouteOutput:
-    leading = logits.shape[:-1]
+    leading, n_rows = logits.shape[:-1], logits.shape[:-1].numel()
     of_rows = {"indices": options.k, "noise": logits.shape[-1]}
     flat = {name: getattr(options, name) for name in ("indices", "noise")}
-    flat = {name: each if each is None else each.reshape(-1, of_rows[name]) for name, each in flat.items()}
+    flat = {name: each if each is None else each.reshape(n_rows, of_rows[name]) for name, each in flat.items()}
     mask = options.row_mask
-    options = replace(options, **flat, row_mask=None if mask is None else mask.reshape(-1))
-    found = torch.ops.fused_softmax.route.default(logits.reshape(-1, logits.shape[-1]), *options.traced())
+    options = replace(options, **flat, row_mask=None if mask is None else mask.reshape(n_rows))
+    found = torch.ops.fused_softmax.route.default(logits.reshape(n_rows, logits.shape[-1]), *options.traced())
     weights, indices, counts, prob_sums, aux_loss, z_loss, dense, *_ = found
     return RouteOutput(
         weights.view(*leading, options.k),
