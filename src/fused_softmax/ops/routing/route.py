@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.route import Route, needs_grad, on_device, readable, route_of
+from fused_softmax.core.route import Route, checks_values, needs_grad, route_of
 from fused_softmax.ops.routing.dtensor import route_on_shards
 from fused_softmax.ops.routing.launches import prepare_route, read, refused_sizes, rows_of_call
-from fused_softmax.ops.routing.options import CHECK, GroupScore, Routing, Score, check_ids, check_logits, routing_of
+from fused_softmax.ops.routing.options import GroupScore, Routing, Score, check_ids, check_logits, routing_of
 from fused_softmax.ops.routing.reference import RouteOutput, output_of, rows_of
 from fused_softmax.ops.routing.rows import output_of as output_of_rows
 from fused_softmax.ops.routing.rows import with_gradient
@@ -127,7 +127,7 @@ def _route(logits: Any, given: dict[str, Any], key: tuple) -> RouteOutput:
         return route_on_shards(_NAME, rows_of, logits, options)
     indices = options.indices
     reads = False
-    if indices is not None and (CHECK or (readable(indices) and not on_device(indices))):
+    if indices is not None and checks_values(logits, indices, options.row_mask):
         reads = True
         check_ids(_NAME, indices, options.row_mask, logits.shape[-1])
     if way is Route.COMPOSED:
