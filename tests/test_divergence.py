@@ -505,16 +505,14 @@ def test_columns_that_leave_nothing(kind, target_is, device):
 @every_kind
 @pytest.mark.parametrize("rest", ["renormalize", "lump"])
 def test_columns_out_of_range_make_their_row_nan(kind, rest, device, monkeypatch):
-    from fused_softmax.ops.losses import divergence as module
-
     x, y = pair(4, 40, device=device)
     columns = chosen(4, 40, 3, device)
     columns[1, 2], columns[2, 0] = 40, -1
     t = given_as(y, "probs").gather(-1, columns.clamp(0, 39))
-    monkeypatch.setattr(module, "CHECK", True)
+    monkeypatch.setattr(route, "CHECK", True)
     with pytest.raises(IndexError, match=r"divergence: columns has (40|-1), which is out of range \[0, 39\]"):
         divergence(x, t, columns=columns, rest=rest, target_is="probs", kind=kind)
-    monkeypatch.setattr(module, "CHECK", False)
+    monkeypatch.setattr(route, "CHECK", False)
     leaf = x.requires_grad_()
     found = divergence(leaf, t, columns=columns, rest=rest, target_is="probs", kind=kind, reduction="none")
     assert found.isnan().tolist() == [False, True, True, False]

@@ -401,7 +401,7 @@ def test_wrong_lists_raise_where_they_can_be_read(way, device, monkeypatch):
     if way == "torch":
         monkeypatch.setattr(route, "INTERPRET", False)
     else:
-        monkeypatch.setattr(ops, "CHECK", True)
+        monkeypatch.setattr(route, "CHECK", True)
     x, t = peaked(3, 6).to(device), torch.tensor([1, 3, 5], device=device)
     for message, kept in wrong_lists(device).items():
         with pytest.raises(IndexError, match=f"log_prob: {message}"):

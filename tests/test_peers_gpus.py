@@ -613,6 +613,7 @@ def in_disorder(group, transport, asked):
     with (
         mock.patch.object(distributed, "CHECK", checks),
         mock.patch("fused_softmax.ops.losses.cross_entropy.CHECK", checks),
+        mock.patch("fused_softmax.core.route.CHECK", checks),
     ):
         return outcomes(group, device, transport, asked, torch.cuda.synchronize, recovers=not checks)
 

@@ -274,7 +274,7 @@ def test_foreign_and_repeated_ids(row, device, monkeypatch):
     indices = torch.tensor([[0, 1, 2], row, [-1, -1, 4]], dtype=torch.int32)
     x, mask = rows(3, 8), torch.tensor([True, False, True])
     with monkeypatch.context() as patched:
-        patched.setattr(fused_softmax.ops.routing.route, "readable", lambda _: False)
+        patched.setattr(fused_softmax.ops.routing.route, "checks_values", lambda *_: False)
         found = route(x.to(device), 3, indices=indices.to(device), **EVERYTHING)
     others = naive(x, 3, indices=torch.where(mask[:, None], indices, -1), row_mask=mask, **EVERYTHING)
     assert found.weights[1].isnan().all()
@@ -286,8 +286,8 @@ def test_foreign_and_repeated_ids(row, device, monkeypatch):
     )
     for name in ("CHECK", "readable"):
         with monkeypatch.context() as patched:
-            patched.setattr(fused_softmax.ops.routing.route, name, True if name == "CHECK" else lambda _: True)
-            patched.setattr(fused_softmax.ops.routing.route, "on_device", lambda _: False)
+            patched.setattr(fused_softmax.core.route, name, True if name == "CHECK" else lambda _: True)
+            patched.setattr(fused_softmax.core.route, "on_device", lambda _: False)
             with pytest.raises(IndexError, match="route: indices has"):
                 route(x.to(device), 3, indices=indices.to(device))
             route(x.to(device), 3, indices=indices.to(device), row_mask=mask.to(device))  # the row does not count

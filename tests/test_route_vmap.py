@@ -157,6 +157,22 @@ def test_kernels_run_once_for_all(case, launches, ran, device):
 
 
 @kernels
+@pytest.mark.parametrize("case", ["logits", "sequences", "noise and a bias of all", "bias", "replay"])
+def test_an_empty_batch(case, device):
+    options, dims = CASES[case]
+    given, in_dims = tensors_of(dims, device), tuple(dims.values())
+    shapes = torch.vmap(call(route, dims, options), in_dims)(*given)
+    given = [each if at is None else each.narrow(at, 0, 0) for each, at in zip(given, in_dims, strict=True)]
+    leaf = given[0] = given[0].detach().requires_grad_()
+    found = torch.vmap(call(route, dims, options), in_dims)(*given)
+    assert {name: (*each.shape, each.dtype) for name, each in found.items()} == {
+        name: (0, *each.shape[1:], each.dtype) for name, each in shapes.items()
+    }
+    (dx,) = torch.autograd.grad(weighted(found), leaf)
+    assert (dx.shape, dx.dtype) == (leaf.shape, leaf.dtype)
+
+
+@kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype, device):
     options, dims = CASES["logits"]

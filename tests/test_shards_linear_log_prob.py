@@ -1,5 +1,7 @@
 """linear_log_prob of classes in shards over ranks, against the formula of whole rows; by kernels and by torch."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fused_softmax
 from fused_softmax import linear_log_prob
+from fused_softmax.core import route
 from fused_softmax.ops.losses.options import LogProb
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -351,6 +354,22 @@ def test_dtensors(ranks, mesh, of_x, of_w, k, wanted, way):
     for found in ranks.values(4, of_dtensors, way, mesh, of_x, of_w, (x, w, bias), target, wanted):
         for ours, truth in zip(found, (*values, *gradients), strict=True):
             close(ours, truth)
+
+
+def of_targets_that_are_checked(group, tensors, target):
+    (x, w), mesh = tensors, mesh_of((2,))
+    with mock.patch.object(route, "CHECK", True):
+        x, w, target = (
+            distribute_tensor(each, mesh, [at]) for each, at in ((x, Shard(0)), (w, Replicate()), (target, Shard(0)))
+        )
+        return linear_log_prob(x, w, target).full_tensor()
+
+
+def test_targets_that_are_dtensors_are_not_looked_at(ranks):
+    x, w, _ = layer()
+    target = torch.full((len(x),), 3).index_fill(0, torch.tensor([1]), N_CLASSES)
+    for found in ranks.values(2, of_targets_that_are_checked, (x, w), target):
+        assert found.isnan().nonzero().tolist() == [[1]]
 
 
 def a_weight_of_the_group(group, x, w, target):

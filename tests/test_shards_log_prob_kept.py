@@ -17,7 +17,7 @@ from test_shards_log_prob import are_right, differentiated, results
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fused_softmax import linear_log_prob, log_prob
-from fused_softmax.ops.losses import log_prob as ops
+from fused_softmax.core import route
 from fused_softmax.ranks import groups
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -181,7 +181,7 @@ def test_wrong_lists_make_their_rows_nan_on_every_rank(ranks, wrong, dtype):
 
 def called(group, kept, check):
     by("torch")
-    with mock.patch.object(groups, "CHECK", check), mock.patch.object(ops, "CHECK", check):
+    with mock.patch.object(groups, "CHECK", check), mock.patch.object(route, "CHECK", check):
         kept = kept[dist.get_rank(group)]
         return log_prob(torch.zeros(2, 4), torch.tensor([0, 5]), kept=kept, group=group)
 

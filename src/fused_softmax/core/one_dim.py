@@ -54,9 +54,14 @@ def in_front(t: Tensor, at: int | None, batch_size: int) -> Tensor:
 
 
 def one_by_one(operator, info, in_dims, arguments):
-    """A call for each of the batch."""
-    found = []
-    for i in range(info.batch_size):
+    """A call for each of the batch; of an empty one, a call on zeros tells the shapes."""
+    found, n = [], info.batch_size
+    for i in range(n or 1):
         tensors = zip(arguments, in_dims, strict=False)
-        found.append(operator(*[each.select(at, i) if isinstance(at, int) else each for each, at in tensors]))
-    return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * len(found[0])
+        of_call = [each if not isinstance(at, int) else _example(each, at, i, n) for each, at in tensors]
+        found.append(operator(*of_call))
+    return tuple(torch.stack(each)[:n] for each in zip(*found, strict=True)), (0,) * len(found[0])
+
+
+def _example(each: Tensor, at: int, i: int, n: int) -> Tensor:
+    return each.select(at, i) if n else each.sum(at, dtype=each.dtype)

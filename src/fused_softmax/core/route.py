@@ -14,6 +14,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from fused_softmax.core.checks import CHECK
+
 INTERPRET = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"  # CPU tensors run on the kernels, interpreted
 _TRACED_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
@@ -171,6 +173,29 @@ def readable(target: Tensor) -> bool:
         and not torch.jit.is_tracing()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def checks_values(input: Tensor, *values: Tensor | None) -> bool:
+    """Whether a call raises for wrong values: on a CPU, where nobody waits, and with FUSED_SOFTMAX_CHECK=1.
+
+    What cannot be read is never checked.
+    """
+    if CHECK:
+        return all(each is None or _has_values(each) for each in values)
+    return not on_device(input) and all(each is None or readable(each) for each in values)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values that can be read, if need be after a wait for its device."""
+    return (
+        not torch.compiler.is_compiling()
+        and is_plain(type(tensor))
+        and not tensor.is_meta
+        and not torch.jit.is_tracing()
+        and not any(level.key() == TransformType.Vmap for level in torch._C._functorch.get_interpreter_stack() or ())
+        and not any(mode.is_infra_mode() for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 

@@ -18,7 +18,7 @@ from fused_softmax.core.checks import CHECK
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import LOSS, refusing
 from fused_softmax.core.options import by_environment, refuse_batch_invariant
-from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.core.route import Route, checks_values, needs_grad, on_device, readable, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import Pair
@@ -209,7 +209,7 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         if loss.batch_invariant:
             refuse_batch_invariant(name, "the logits are a DTensor")
         input = as_dtensor(input, mesh)
-        if readable(target) and not on_device(input):
+        if not target.is_floating_point() and checks_values(input, target):
             check_targets(name, target, n_classes, ignore_index)
         if wanted.inplace and reduction != "none" and needs_grad(input):
             check_overwritten(name, input)
@@ -222,11 +222,11 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     if input.numel() == 0 or target.numel() == 0:
         refused = "there are no logits"
     route = route_of(name, *tensors, refused=refused, batches=False)
+    if not probabilities and checks_values(input, target):
+        check_targets(name, target, n_classes, ignore_index)
     if route is Route.OPERATOR and not probabilities:
         return _traced(input, target, loss, wanted, result_dtype, lse)
     if route is not Route.KERNEL:
-        if not target.is_floating_point() and readable(target):
-            check_targets(name, target, n_classes, ignore_index)
         if loss.batch_invariant and on_device(input) and input.numel():
             refuse_batch_invariant(name, "torch's operations compute it")
         plain = loss.plain and wanted == Wanted() and lse is None
@@ -241,8 +241,6 @@ def _cross_entropy(input, target, options, wanted, lse, key):
 
     if probabilities:
         return _of_probabilities(input, target, loss).to(result_dtype)
-    if CHECK:
-        check_targets(name, target, n_classes, ignore_index)
     rows = rows_for(rows_of(input), loss)
     inplace = wanted.inplace and reduction != "none" and needs_grad(input)
     if inplace:
@@ -319,7 +317,7 @@ def _of_shards(input, target, options, wanted, lse, over):
         if not probabilities and wanted.inplace and loss.reduction != "none" and needs_grad(input):
             _check_inplace(input, rows_of(input), wanted)
         sizes = sizes_of(name, over, columns)
-        if not probabilities and (CHECK or (readable(target) and not on_device(input))):
+        if not probabilities and checks_values(input, target):
             check_targets_of_all(name, target, sizes, over, loss.ignore_index)
     asked = {"operation": name, "dtype": input.dtype, **loss.asked(), "wanted": tuple(wanted)}
     if probabilities:

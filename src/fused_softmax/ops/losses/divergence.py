@@ -18,8 +18,7 @@ from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described, shape_of
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.route import Route, needs_grad, on_device, readable, resolved, route_of
-from fused_softmax.ops.losses.cross_entropy import CHECK
+from fused_softmax.core.route import Route, checks_values, needs_grad, resolved, route_of
 from fused_softmax.ops.losses.divergence_launches import Pair
 from fused_softmax.ops.losses.divergence_rows import (
     differentiated,
@@ -384,7 +383,7 @@ def _check_columns(input: Tensor, shape: tuple[int, ...], columns: Any, rest: st
         raise ValueError(f"{_NAME}: columns must have shape {shape_of(*shape[:-1], 'k')}, got {found}")
     if rest == "lump" and given["target_is"] == "logits":
         raise ValueError(f'{_NAME}: rest="lump" takes a teacher\'s probabilities: target_is="log_probs" or "probs"')
-    if CHECK or (readable(columns) and not on_device(input)):
+    if checks_values(input, columns):
         wrong = (columns < 0) | (columns >= shape[-1])
         if wrong.any():
             worst = int(columns[wrong][0])

@@ -19,11 +19,10 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, refusing, saved_of
 from fused_softmax.core.options import by_environment, is_bool, refuse_batch_invariant
-from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.core.route import Route, apart, batched, checks_values, needs_grad, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses.cross_entropy import (
-    CHECK,
     check_targets,
     check_targets_of_all,
     composed,
@@ -227,7 +226,7 @@ def _linear_cross_entropy(
             if target.is_floating_point() and lacks(loss):
                 raise ValueError(f"{_NAME}: {lacks(loss)}")
             sizes = sizes_of(_NAME, over, columns)
-            if not target.is_floating_point() and readable(target) and not on_device(input):
+            if not target.is_floating_point() and checks_values(input, target):
                 check_targets_of_all(_NAME, target, sizes, over, ignore_index)
     shards, probabilities = None, target.is_floating_point()
     if over_group:
@@ -262,6 +261,8 @@ def _linear_cross_entropy(
         raise ValueError(
             f"{_NAME}: chunk_size={chunk_size} takes no probabilities here, for which all logits exist at once: {whole}"
         )
+    if shards is None and not probabilities and checks_values(input, target):
+        check_targets(_NAME, target, n_classes, ignore_index)
     if mesh is not None:
         input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
         if probabilities and not whole:
@@ -303,14 +304,10 @@ def _linear_cross_entropy(
         stats = refusing(_NAME, STATISTICS, stats, y, LOSS) if wanted.stats else stats
         return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
     if route is Route.COMPOSED:
-        if not probabilities and readable(target):
-            check_targets(_NAME, target, n_classes, ignore_index)
         logits = whole_logits(input, linear_weight, linear_bias, target, ignore_index)
         logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
         found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input), name=_NAME)
         return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
-    if CHECK:
-        check_targets(_NAME, target, n_classes, ignore_index)
     if loss.weight is not None:
         of_classes: Any = weight_for_kernels(loss.weight, input)
         loss = replace(loss, weight=of_classes.resolve_neg())

@@ -16,10 +16,10 @@ from torch import Tensor
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described
 from fused_softmax.core.no_gradient import refuse, saved_of
-from fused_softmax.core.route import Route, apart, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.core.route import Route, apart, batched, checks_values, needs_grad, resolved, route_of
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import log_prob as of_logits
-from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets, check_targets_of_all
+from fused_softmax.ops.losses.cross_entropy import check_targets, check_targets_of_all
 from fused_softmax.ops.losses.linear_by_rows import (
     OF_LAYERS,
     Linear,
@@ -132,7 +132,7 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, asked, ke
     mesh = mesh_of(_NAME, of_layer, beside)
     n_classes, leading = linear_weight.shape[0], tuple(input.shape[:-1])
     columns = of_logits.checked_kept(_NAME, kept, input, (*leading, n_classes))
-    if CHECK or (readable(target) and not on_device(input)):
+    if checks_values(input, target):
         check_targets(_NAME, target, n_classes, options.ignore_index)
     if mesh is not None:
 
@@ -189,7 +189,7 @@ def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, ho
             input, linear_weight, target, linear_bias, given, asked, how, dtype, over
         )
         sizes = sizes_of(_NAME, over, linear_weight.shape[0])
-        if CHECK or (readable(target) and not on_device(input)):
+        if checks_values(input, target):
             check_targets_of_all(_NAME, target, sizes, over, options.ignore_index)
         leading = leading_of_all(_NAME, input, target, over.group) if how["input_sharded"] else tuple(input.shape[:-1])
         columns = of_logits.checked_kept(_NAME, kept, input, (*leading, over.n_classes or sum(sizes)))

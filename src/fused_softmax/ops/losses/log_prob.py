@@ -17,7 +17,7 @@ from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.described import described, shape_of
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import refuse, refusing, saved_of
-from fused_softmax.core.route import Route, batched, needs_grad, on_device, readable, resolved, route_of
+from fused_softmax.core.route import Route, batched, checks_values, needs_grad, resolved, route_of
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets, check_targets_of_all
 from fused_softmax.ops.losses.launches import with_whole_rows
@@ -251,7 +251,7 @@ def _of_shards(input, target, given, asked, kept, inplace, dtype, over: Over) ->
         if inplace and needs_grad(input):
             _check_inplace(input)
         sizes = sizes_of(_NAME, over, input.shape[-1])
-        if CHECK or (readable(target) and not on_device(input)):
+        if checks_values(input, target):
             check_targets_of_all(_NAME, target, sizes, over, options.ignore_index)
         columns = checked_kept(_NAME, kept, input, (*input.shape[:-1], over.n_classes or sum(sizes)))
     alike = {"operation": _NAME, "dtype": input.dtype, **options.asked(), "wanted": tuple(wanted), "result": dtype}
@@ -273,7 +273,7 @@ def checked_kept(name: str, kept: Any, input: Tensor, shape: tuple[int, ...]) ->
         return EVERY
     check_kept(name, kept, input, shape)
     columns = Kept.of(kept)
-    if CHECK or (not on_device(input) and all(readable(each) for each in columns[:2] if each is not None)):
+    if checks_values(input, *columns[:2]):
         check_lists(name, columns, shape[-1])
     return columns
 
@@ -314,7 +314,7 @@ def _log_prob(input, target, given, wanted, kept, inplace, dtype, key):
     mesh = mesh_of(_NAME, {"input": input}, of_rows)
     columns = checked_kept(_NAME, kept, input, tuple(input.shape))
     if mesh is not None:
-        if readable(target) and not on_device(input):
+        if checks_values(input, target):
             check_targets(_NAME, target, input.shape[-1], options.ignore_index)
         if inplace and needs_grad(input):
             check_overwritten(_NAME, input)
@@ -333,7 +333,7 @@ def _log_prob(input, target, given, wanted, kept, inplace, dtype, key):
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
     tensors = [each for each in (input, target, temperature, *columns[:3]) if each is not None]
     route = route_of(_NAME, *tensors, refused=refused(input, target, options), batches=False)
-    if CHECK or (readable(target) and not on_device(input)):
+    if checks_values(input, target):
         check_targets(_NAME, target, input.shape[-1], options.ignore_index)
     if route is Route.OPERATOR:
         return _traced(input, target, options, columns, wanted, result_dtype)

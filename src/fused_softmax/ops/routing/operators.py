@@ -120,7 +120,8 @@ def fake_route_backward(logits, *_):
 
 def batched_route(operator, info, in_dims, logits, *given):
     options = Routing.of_traced(given)
-    if dict(zip(Routing.FORMULA, in_dims[1:], strict=False)).get("bias") is not None:
+    biased = dict(zip(Routing.FORMULA, in_dims[1:], strict=False)).get("bias") is not None
+    if biased or not info.batch_size:
         return one_by_one(operator, info, in_dims, (logits, *given))
     logits = _of_all(logits, in_dims[0], info)
     found = list(operator(logits, *_options_of_all(options, in_dims[1:], info).traced()))
@@ -133,6 +134,8 @@ def batched_route(operator, info, in_dims, logits, *given):
 
 
 def batched_route_backward(operator, info, in_dims, *arguments):
+    if not info.batch_size:
+        return torch.empty_like(in_front(arguments[0], in_dims[0], 0)), 0
     options = replace(Routing.of_traced(arguments[11:]), bias=None)
     n = options.examples is not None
     of_rows = *[True] * 4, options.in_sequences, n, True, n, n, n, True

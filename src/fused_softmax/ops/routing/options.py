@@ -1,7 +1,6 @@
 """What a call of `route` asks for beside its logits, checked once, before anything runs."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from numbers import Integral, Real
@@ -16,7 +15,6 @@ from fused_softmax.core.route import needs_grad
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["top2", "max"]
-CHECK = os.environ.get("FUSED_SOFTMAX_CHECK") == "1"
 LOGITS = (torch.float32, torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.route import Route, needs_grad, on_device, readable, route_of
+from fused_softmax.core.route import Route, checks_values, needs_grad, route_of
 from fused_softmax.ops.routing.dtensor import route_on_shards
 from fused_softmax.ops.routing.launches import prepare_route, read, refused_sizes, rows_of_call
-from fused_softmax.ops.routing.options import CHECK, GroupScore, Routing, Score, check_ids, check_logits, routing_of
+from fused_softmax.ops.routing.options import GroupScore, Routing, Score, check_ids, check_logits, routing_of
 from fused_softmax.ops.routing.reference import RouteOutput, output_of, rows_of
 from fused_softmax.ops.routing.rows import output_of as output_of_rows
 from fused_softmax.ops.routing.rows import with_gradient
@@ -127,7 +127,7 @@ def _route(logits: Any, given: dict[str, Any], key: tuple) -> RouteOutput:
         return route_on_shards(_NAME, rows_of, logits, options)
     indices = options.indices
     reads = False
-    if indices is not None and (CHECK or (readable(indices) and not on_device(indices))):
+    if indices is not None and checks_values(logits, indices, options.row_mask):
         reads = True
         check_ids(_NAME, indices, options.row_mask, logits.shape[-1])
     if way is Route.COMPOSED:
@@ -141,13 +141,13 @@ def _route(logits: Any, given: dict[str, Any], key: tuple) -> RouteOutput:
 
 
 def _by_operator(logits: Tensor, options: Routing) -> RouteOutput:
-    leading = logits.shape[:-1]
+    leading, n_rows = logits.shape[:-1], logits.shape[:-1].numel()
     of_rows = {"indices": options.k, "noise": logits.shape[-1]}
     flat = {name: getattr(options, name) for name in ("indices", "noise")}
-    flat = {name: each if each is None else each.reshape(-1, of_rows[name]) for name, each in flat.items()}
+    flat = {name: each if each is None else each.reshape(n_rows, of_rows[name]) for name, each in flat.items()}
     mask = options.row_mask
-    options = replace(options, **flat, row_mask=None if mask is None else mask.reshape(-1))
-    found = torch.ops.fused_softmax.route.default(logits.reshape(-1, logits.shape[-1]), *options.traced())
+    options = replace(options, **flat, row_mask=None if mask is None else mask.reshape(n_rows))
+    found = torch.ops.fused_softmax.route.default(logits.reshape(n_rows, logits.shape[-1]), *options.traced())
     weights, indices, counts, prob_sums, aux_loss, z_loss, dense, *_ = found
     return RouteOutput(
         weights.view(*leading, options.k),

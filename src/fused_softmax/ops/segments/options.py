@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core.checks import CHECK, DTYPES, check
+from fused_softmax.core.checks import DTYPES, check
 from fused_softmax.core.described import typed
 from fused_softmax.core.options import Options, option
-from fused_softmax.core.route import is_sharded, on_device, readable
+from fused_softmax.core.route import checks_values, is_sharded
 from fused_softmax.ops import autocast
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -99,7 +99,7 @@ def _check_integers(name: str, argument: str, tensor: Any, input: Tensor) -> Non
 def _check_values(name: str, input: Tensor, offsets: Tensor | None, index: Tensor | None, options: Segments) -> None:
     """Raise for offsets or an index that no segments have, where values may be read."""
     looked_at: Any = index if offsets is None else offsets
-    if not (CHECK and type(looked_at) is Tensor) and not (readable(looked_at) and not on_device(input)):
+    if not checks_values(input, looked_at):
         return
     if offsets is None:
         most = math.inf if options.n_segments is None else options.n_segments
