@@ -279,6 +279,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "| log-probabilities and entropy": [
             took("log_prob", "log_prob_gradient", (8192, 151936), f"{OWN} ms", f"{OWN} MiB beside", "torch ms",
                  "torch GiB beside"),
+            took("step", "step_grpo", (8, 1024, 128256), f"{OWN} ms", "trl ms"),
         ],
         "| draw tokens": [took("sampling", "sample_top_p", (512, 128256), f"{OWN} us", "torch ms")],
         "| attention with a bias": [
@@ -289,7 +290,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "| a vocabulary over": measured("ranks", ACROSS),
         "| train a Hugging Face model": [
             took("step", "step_llama", (4, 2048, 128256), *[f"{each} {fact}" for each in
-                 (OWN, "beside Liger", "torch", "torch.compile", "liger") for fact in ("ms", "GiB")]),
+                 ("torch", "torch.compile", "liger", OWN, "beside Liger") for fact in ("ms", "GiB")]),
         ],
         "Three peers were timed": [
             *measured("losses", "50.6 ms where all logits", "25.1.1 | 154.6 | 1068 |"),

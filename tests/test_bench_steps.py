@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fused_softmax.bench import catalog, overview, readme, tables
+from fused_softmax.bench import catalog, readme, tables
 from fused_softmax.bench.cases import Case, in_time, parse_shapes
 from fused_softmax.bench.commands import steps as command
 from fused_softmax.bench.commands.commands import asked_of
@@ -321,9 +321,9 @@ def measured_on_gpu(complete=True):
     return record.Run(environment, "fused-softmax bench step --out h200_step.json", found, complete=complete)
 
 
-def test_a_page_gets_a_paragraph_behind_all_operations(tmp_path, capsys):
-    results, page = tmp_path / "h200_step.json", tmp_path / "README.md"
-    text = "\n".join(["before", *tables.markers(overview.PLACE), "", "after", ""])
+def test_a_page_gets_a_table(tmp_path, capsys):
+    results, page = tmp_path / "h200_step.json", tmp_path / "results.md"
+    text = "\n".join(["before", *tables.markers("step"), "", "after", ""])
     record.save(measured_on_gpu(), results)
     page.write_text(text)
     arguments = [str(results), str(page), "--place", "step"]
@@ -331,16 +331,23 @@ def test_a_page_gets_a_paragraph_behind_all_operations(tmp_path, capsys):
     assert page.read_text() == text
     assert readme.main(arguments) == 0
     written = page.read_text()
-    assert len(written.splitlines()) == len(text.splitlines()) + 2
     assert written.endswith("\n\nafter\n")
     assert readme.main([*arguments, "--check"]) == 0
-    (said,) = [line for line in written.splitlines() if "takes" in line]
-    assert said.startswith(
-        "A training step of a Llama on 4 x 2048 tokens and 128256 classes takes: this package 200 ms and 1.5 GiB; "
-        "torch 250 ms and 1.5 GiB; this package in chunks of 32 tokens"
-    )
-    assert "this package under torch.compile 150 ms" in said
-    assert "A step of GRPO with a Llama on 8 x 1024 tokens and 128256 classes takes: this package 200 ms" in said
+    lines = written.splitlines()
+    heads, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("|")]
+    assert heads[1:] == [
+        "this package",
+        "under torch.compile",
+        "in chunks of 32 tokens, summed in place",
+        "torch",
+        "TRL",
+    ]
+    found = {row[0]: dict(zip(heads[1:], row[1:], strict=True)) for row in rows}
+    of_llama = found["a training step of a Llama, 4 x 2048 x 128256"]
+    assert of_llama["this package"] == "200 ms, 1.5 GiB"
+    assert (of_llama["under torch.compile"], of_llama["TRL"]) == ("150 ms, 1.5 GiB", "")
+    assert found["a step of GRPO with a Llama, 8 x 1024 x 128256"]["TRL"] == "300 ms, 1.5 GiB"
+    (said,) = [line for line in lines if "random weights" in line]
     assert "liger: absent: ModuleNotFoundError" in said
     assert "1.24 billion random weights" in said
     assert said.endswith("NVIDIA H200, torch 2.11.0, Triton 3.6.0, kernels 0123. Made by `fused-softmax bench step "
@@ -352,12 +359,9 @@ def test_a_page_gets_a_paragraph_behind_all_operations(tmp_path, capsys):
     assert page.read_text() == written
 
 
-def test_the_readme_has_the_paragraph_once_there_are_results():
+def test_the_page_of_results_has_the_committed_steps():
     results = ROOT / "benchmarks/results/h200_step.json"
-    if results.exists():
-        assert readme.main([str(results), str(ROOT / "README.md"), "--place", "step", "--check"]) == 0
-    else:
-        assert tables.markers("step")[0] not in (ROOT / "README.md").read_text()
+    assert readme.main([str(results), str(ROOT / "docs/results.md"), "--place", "step", "--check"]) == 0
 
 
 def test_a_report_has_the_steps(tmp_path):

@@ -2,8 +2,7 @@
 
     python -m fused_softmax.bench.readme benchmarks/results/h200_softmax.json docs/results.md [--place NAME] [--check]
 
-Rewrites the text between two markers, and nothing else. NAME selects the markers if there are several tables. Steps of
-training become a paragraph. If a page has no markers of that name, it gets them behind the table of all operations. The
+Rewrites the text between two markers, and nothing else. NAME selects the markers if there are several tables. The
 command also draws the picture beside the results, which has their name, if the page shows it and its figures are stale.
 With --check it writes nothing and exits with 1 if the page or the picture disagrees with the file. Standard library
 only, except for drawing.
@@ -18,7 +17,6 @@ from fused_softmax.bench import tables
 from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.entries.attention_kinds import flops
-from fused_softmax.bench.overview import PLACE as OVERVIEW
 from fused_softmax.bench.results import record
 from fused_softmax.bench.results.record import Point, Run
 from fused_softmax.bench.show import first_calls, plot, steps
@@ -60,14 +58,13 @@ def _of_first_calls(run: Run) -> str:
 
 
 def _of_steps(run: Run) -> str:
-    by_case: dict[Case, list[Point]] = {}
-    for point in steps.steps_of(run):
-        by_case.setdefault(point.case, []).append(point)
-    weights = next(iter(by_case.values()))[0].parameters["parameters"] / 1e9
-    said = [f"{text[0].upper()}{text[1:]}" for text in map(steps.sentence, by_case.values())]
-    said += record.without_figure(point for point in run.points if not point.call)
-    model = f"The Llama has {weights:.2f} billion random weights, in bf16"
-    return f"{'. '.join([*said, model, steps.ABOUT, _where(run)])}. Made by `{run.command}`."
+    points = steps.steps_of(run)
+    heads, *rows = steps.compared(points)
+    lines = [table_row(heads), table_row(["---", *["---:"] * (len(heads) - 1)]), *map(table_row, rows)]
+    missing = record.without_figure(point for point in run.points if not point.call)
+    model = f"The Llama has {points[0].parameters['parameters'] / 1e9:.2f} billion random weights, in bf16"
+    about = f"{'. '.join([*missing, model, steps.ABOUT, _where(run)])}. Made by `{run.command}`."
+    return "\n".join([*lines, "", about])
 
 
 def _where(run: Run) -> str:
@@ -150,8 +147,7 @@ def _update(options: argparse.Namespace) -> list[Path]:
     with tables.naming(options.results):
         run = record.read(options.results)
         table = render(run)
-    behind = OVERVIEW if options.place and steps.steps_of(run) else ""
-    stale = tables.fill(options.page, table, options.place, check=options.check, behind=behind)
+    stale = tables.fill(options.page, table, options.place, check=options.check)
     picture = options.results.with_suffix(".png")
     shown = f"/{picture.name})" in options.page.read_text(encoding="utf-8")
     if shown and not (picture.exists() and plot.shows(picture, run)):

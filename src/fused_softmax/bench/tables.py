@@ -32,21 +32,12 @@ def replace(text: str, table: str, place: str = "") -> str:
     return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
 
 
-def with_place(text: str, place: str, behind: str) -> str:
-    """`text` with the markers of a place. If it has none, they are added behind those of the place `behind`."""
-    (begin, end), (_, last) = markers(place), markers(behind)
-    return text if begin in text or end in text else text.replace(last, f"{last}{begin}\n{end}", 1)
-
-
-def fill(page: Path, table: str, place: str, *, check: bool, behind: str = "") -> list[Path]:
-    """Puts the table on the page, or with `check` leaves the page as it is. Returns the page if it was stale.
-
-    behind: the place behind which a page gets the markers that it lacks.
-    """
+def fill(page: Path, table: str, place: str, *, check: bool) -> list[Path]:
+    """Puts the table on the page, or with `check` leaves the page as it is. Returns the page if it was stale."""
     record.require_regular(page)
     with naming(page):
         old = page.read_text(encoding="utf-8")
-        new = replace(with_place(old, place, behind) if behind else old, table, place)
+        new = replace(old, table, place)
     if new != old and not check:
         files.write_whole(page, new.encode())
     return [page] if new != old else []

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from fused_softmax.bench.catalog import OWN, STEPS
+from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import COMPILED, OWN, STEPS, TORCH
 from fused_softmax.bench.results.record import Point, Run
 
 HEADS = ["step", "provider", "ms a step", "GiB at most", "error of the loss", "allowed"]
@@ -11,10 +12,11 @@ ABOUT = (
     "idle. GiB are the most that a step allocated beside the weights, the gradients included"
 )
 OF_ERRORS = "Errors are shares of the loss in float32"
-OF_TEXT = {
-    OWN: "this package", "trl": "TRL", "liger": "Liger", "own compiled": "this package under torch.compile",
-    "32 in place": "this package in chunks of 32 tokens, summed in place",
-    "beside Liger": "this package with Liger's norms, rotary embeddings and MLPs",
+# Providers as the columns of a table, this package's first.
+TITLES = {
+    OWN: "this package", "beside Liger": "with Liger's norms, rotary embeddings and MLPs",
+    "own compiled": "under torch.compile", "32 in place": "in chunks of 32 tokens, summed in place", TORCH: "torch",
+    COMPILED: "torch.compile", "liger": "Liger", "trl": "TRL",
 }  # fmt: skip
 
 
@@ -36,18 +38,22 @@ def rows(points: Sequence[Point]) -> list[list[str]]:
     ]
 
 
-def sentence(points: Sequence[Point]) -> str:
-    """Times and memory of a case's steps, in words."""
-    batch, length, classes = points[0].case.shape
-    said = [
-        f"{OF_TEXT.get(point.provider, point.provider)} {_figures(point)}" for point in points if point.call is not None
-    ]
-    return f"{STEPS[points[0].operation].title} on {batch} x {length} tokens and {classes} classes takes: " + (
-        "; ".join(said)
-    )
+def compared(points: Sequence[Point]) -> list[list[str]]:
+    """Heads, and a row for each step: each provider's time and memory."""
+    by_case: dict[Case, dict[str, Point]] = {}
+    for point in points:
+        if point.call is not None:
+            by_case.setdefault(point.case, {})[point.provider] = point
+    there = {name for found in by_case.values() for name in found}
+    names = [*(name for name in TITLES if name in there), *sorted(there - TITLES.keys())]
+    found = [["step, batch x length x classes", *(TITLES.get(name, name) for name in names)]]
+    for case, of in by_case.items():
+        found.append([f"{STEPS[case.operation].title}, {case.size}", *(_figures(of.get(name)) for name in names)])
+    return found
 
 
-def _figures(point: Point) -> str:
-    assert point.call
-    memory = "" if point.memory_bytes is None else f" and {point.memory_bytes / 2**30:.1f} GiB"
+def _figures(point: Point | None) -> str:
+    if point is None or point.call is None:
+        return ""
+    memory = "" if point.memory_bytes is None else f", {point.memory_bytes / 2**30:.1f} GiB"
     return f"{point.call.p50_us * 1e-3:.0f} ms{memory}"

@@ -52,7 +52,8 @@ def whole_vectors(n, K: tl.constexpr):
 def tile_of(x, n_rows, n_cols, K: tl.constexpr):
     """The rows of a program that has several.
 
-    Rows past the end repeat the last one, and write the same values to the same place.
+    Rows past the end repeat the last one, and write the same values to the same place. A kernel whose result overwrites
+    its input must not store them.
     """
     first_row = tl.program_id(0).to(tl.int64) * K.block_rows
     row = tl.minimum(first_row + tl.arange(0, K.block_rows), n_rows - 1)[:, None]
@@ -79,7 +80,10 @@ def part_of(part, row, x, n_cols, part_cols, K: tl.constexpr):
 
 @triton.jit
 def stream_part(program, x, n_cols, n_parts, part_cols, K: tl.constexpr):
-    """The part of a row that is read tile by tile; its columns are numbered in 64 bits."""
+    """The part of a row that is read tile by tile; its columns are numbered in 64 bits.
+
+    The plan gives a part whole tiles, and its size is not cut off at the end of the row.
+    """
     row = (program // n_parts).to(tl.int64)
     part = program % n_parts
     start = part.to(tl.int64) * whole_vectors(part_cols, K)

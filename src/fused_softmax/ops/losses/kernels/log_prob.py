@@ -1,7 +1,8 @@
 """Log-probabilities of chosen classes, the entropy and lse of each row, and the gradient of all three together.
 
 log_prob_i = z_(t_i) - lse,  entropy = lse - sum_c p_c z_c,  z = softcap(x * scale) / temperature.
-d/dz_c = sum_i g_i ([c = t_i] - p_c) - g_H p_c (log p_c + H) + g_lse p_c.
+The gradient of z_c is sum_i g_i ([c = t_i] - p_c) - g_H p_c (log p_c + H) + g_lse p_c, where g_i, g_H and g_lse are
+the incoming gradients of log_prob_i, of the entropy H and of lse.
 Traffic: the forward pass reads the logits once (MN). The gradient reads them once and is written once (2MN). If a list
 says over which columns a row is normalised, both passes read the logits of these columns alone, and the gradient is
 written once (MN).
@@ -209,9 +210,9 @@ def column_of(S):
 
 @triton.jit
 def slope_by_entropy(z, U, N, K: tl.constexpr):
-    """The gradient by a piece's logits, without what their own targets add: p (a - g_H (log p + H)).
+    """The gradient of a piece's z without the term g_i [c = t_i] of its targets: p (a - g_H (log p + H)).
 
-    Where p is 0, p log p is 0.
+    a is g_lse - sum g_i. Where p is 0, p log p is 0.
     """
     scale, base = origin_of(U.m, K.ptx)
     ls, unit = U.ls, 1.0  # nats of one unit of the exponent

@@ -2,11 +2,13 @@
 
 The first launch reads only the logits of listed columns. It writes their gradients to a buffer, in the order of the
 list. The second launch fills a part of a row with 0, and then copies the gradients of the part's listed columns from
-the buffer, while the part is in L2. So no part searches for its targets. The gradient may overwrite the logits, because
-the first launch has read all that are needed before the second one writes.
-If offsets fall, the lists of several rows may share places of the buffer. The first launch then sets one number, which
-the programs of all rows read, to NaN. The second launch adds this number, otherwise 0, to every gradient from the
-buffer.
+the buffer, while the part is in L2. The buffer has the gradients of targets too, so the second launch needs no targets.
+The gradient may overwrite the logits, because the first launch has read all that are needed before the second one
+writes.
+If an offset is less than the one before it, lists overlap, and several rows may write the same places of the buffer.
+The first launch then sets one number, which the programs of all rows read, to NaN. The second launch adds this number,
+otherwise 0, to every gradient from the buffer.
+fill: first that number, then what each row is filled with, 0 or NaN.
 Traffic of rows of N columns, of which k are listed: k sectors are read, k elements are written and read, and N elements
 are written. Each part reads the list from L2.
 """

@@ -22,7 +22,7 @@ from fused_softmax.ops.routing.kernels.common import (
 )
 
 LOWEST = tl.constexpr(-(2**31))  # a key below that of any number
-EXPERT = tl.constexpr(2**13 - 1)  # the bits of a packed key that hold the expert, inverted: the lowest is greatest
+EXPERT = tl.constexpr(2**13 - 1)  # the bits of a packed key for the expert, all flipped: of equal keys the lowest wins
 NONE = tl.constexpr(2**31 - 1)
 
 

@@ -4,9 +4,10 @@
     ids the k best of x, or of score + bias; weight = score[ids] / sum score[ids] * scale
     aux = n_experts * sum(count * sum p) / (n ** 2 * k), z = sum (m + log s) ** 2 / n
 
-Traffic: logits are read once, and 8 bytes are written for each choice. With sums, 8 or 12 bytes of states are written
-for each row. If experts are too many for the sums to fit in registers (not K.held), a program reads its own rows a
-second time to add them up, from the cache of its multiprocessor.
+Traffic: logits are read once, and 8 bytes are written for each choice. With sums, or if the gradient needs them, 8 or
+12 bytes of states are written for each row. A dense result takes 4 bytes for each expert. With K.elsewhere the logits
+of the chosen experts are read once more. If experts are too many for the sums to fit in registers (not K.held), a
+program reads its own rows a second time to add them up, from the cache of its multiprocessor.
 """
 
 import triton
@@ -104,7 +105,7 @@ def route_rows(
         valid &= ordered
     else:
         ids, wrong = replayed(given_ptr, row, here, K)
-    if K.held:  # before the choice, so that no thread holds logits during it
+    if K.held:  # before the choice, so that no thread holds logits during it; m is known, because sums need all logits
         routed = valid & (wrong == 0) & (m > NEG_INF) & (m < float("inf"))
         held = with_probs(held, tiles, m, total, of_scores, routed, K)
     if given_ptr is None:
@@ -115,7 +116,7 @@ def route_rows(
         if not K.compares_all:
             m = number_found(tl.max(found[0], axis=1), K)
     else:
-        x = ids
+        x = ids  # K.elsewhere, which reads their logits, is set whenever ids are given
         if K.held:
             held = with_ids(held, given_ptr, row, routed, K)
     valid &= (m > NEG_INF) & (m < float("inf"))
@@ -221,6 +222,7 @@ def weights_of_taken(x, ids, m, total, scale, K: tl.constexpr):
     if K.alone:
         some = sum_of_scores > 0
         if K.score_first and K.elsewhere:
+            # Where the probabilities of the chosen experts sum to less than any float32, weights are 0.
             some &= tl.log2(sum_of_scores) + (top - m) * LOG2E - tl.log2(total) > LEAST
         factor *= over(sum_of_scores, some)
     elif K.renormalize:

@@ -6,9 +6,9 @@ The first launch copies the logits, a block a program. In place there is no such
 has a part of a row, and visits only the columns among the row's ids. It counts them in the memory where their results
 will stand, which no other program reads or writes. Only so many rows take both launches at a time that L2 still has
 what the first launch wrote. If several ids name one column, the one that was counted first writes the result.
-Traffic of a row of N columns: N are read and N are written, and each part reads the ids four times. For each id, L2
-takes a zero, an addition, a count, a logit and a result. In place, the N columns are neither read nor written, and a
-program holds the logits of its ids until their columns are counted.
+Traffic of a row of N columns: N are read and N are written, and each part reads the ids three times. For each id, L2
+takes a zero, an addition, a count, a logit and a result. In place, the N columns are neither read nor written. A part
+then reads the ids once more, and holds the logits of its columns until these are counted.
 
 There may be more ids than a lane can mark as first, or more than it can hold logits of (K.by_block). Then one launch
 does it all: a program holds each block that has ids, and counts in the block's own memory, with a zero and a count for
@@ -55,7 +55,7 @@ def _penalize(
         bitmask_ptr += draw * bitmask_row_stride + start // 8
     let_next_begin(K.leads)
     wait_for_launch_before(K.follows)
-    if K.streams | (not good) & K.in_place:
+    if K.streams | (not good) & K.in_place:  # in place no other launch writes NaN for a draw that is not good
         whole = n // K.block * K.block
         for at in range(0, whole, K.block):
             write_block(
@@ -219,7 +219,8 @@ def counters_at(out_ptr, K: tl.constexpr):
 def count(counter_ptr, within, K: tl.constexpr):
     """Add 1 to each counter. Returns what they were before."""
     if K.packed:
-        # Atomics add to 32 bits at least: to the word that the counter is one half of. The other half stays as it is.
+        # Atomics add to 32 bits at least: to the word that the counter is one half of. The other half may belong to
+        # another program, or lie outside the tensor. It keeps its value: 0 is added to it, and no counter overflows.
         address = counter_ptr.to(tl.int64)
         shift = (address & 2).to(tl.int32) * 8
         word_ptr = (address - (address & 2)).to(tl.pointer_type(tl.int32))

@@ -1,6 +1,7 @@
 """softmax and log_softmax of rows.  y = exp(z - m) / s, or z - m - log s,  m = max z,  s = sum exp(z - m).
 
 z is the input x, or its scaled and masked scores. A sink is one more term of s, and m is at least the sink.
+M rows of N columns. r is a Row, S are the Scored inputs, q the RowScores, K the ScoreSpec (core/kernels/spec.py).
 Traffic: every element is read once and written once (2MN), however long the row. Only rows that the chip cannot hold
 are read twice (stream, 3MN). Elements that causality hides are not read.
 """
@@ -54,7 +55,7 @@ from fused_softmax.ops.softmax.kernels.scores import (
 
 
 # The compiler learns of strides what K.vector says, and no more. If it knew more, half precision that becomes fp32
-# would get wider accesses, and so be summed in another order than fp32.
+# would get wider accesses, and so be summed in another order than fp32. Rows that stream promise no such equality.
 @triton.jit(do_not_specialize=[
     "x_row_stride", "y_row_stride", "n_rows", "n_cols", "misalignment", "ahead", "n_1", "n_2", "n_queries"
 ])  # fmt: skip

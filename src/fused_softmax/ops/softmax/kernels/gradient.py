@@ -3,6 +3,7 @@
 softmax      dx = y * (dy - d),       d = sum y * dy
 log_softmax  dx = dy - exp(y) * d,    d = sum dy
 
+M rows of N columns. r is a Row, K the ScoreSpec (core/kernels/spec.py).
 Traffic: y and dy are read once and dx is written once (3MN), by the strategies of the forward pass. Rows that the chip
 cannot hold are read twice (stream, 5MN).
 """
@@ -231,7 +232,7 @@ def product_of(y, dy, K: tl.constexpr):
 def gradient_of(y, dy, d, factor, K: tl.constexpr):
     """The gradient of one piece of x, from its row's d, times factor if K.scaled.
 
-    With K.hides it is 0 where log_softmax is -inf, and where dy is 0 in a row of NaN.
+    With K.hides it is 0 where log_softmax is -inf, and in a row of NaN whose dy are all 0.
     """
     y = widen(y, K.cast_dtype, K.unpack)
     dy = widen(dy, K.cast_dtype, K.unpack)
