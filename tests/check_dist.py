@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from email import message_from_bytes
 from pathlib import Path
 
@@ -71,8 +72,9 @@ def check_tests(path, folder, tests):
         sdist.extractall(folder, filter="data")
     (source,) = folder.glob("fused_softmax-*")
     pytest = ("env", "PYTHONPATH=src", "FUSED_SOFTMAX_INTERPRET=1", sys.executable, "-m", "pytest")
-    run(*pytest, "--collect-only", cwd=source)
-    return run(*pytest, "-m", "not gpu and not compiles and not exhaustive", *tests, cwd=source).splitlines()[-1]
+    asked = ("-m", "not gpu and not compiles and not exhaustive")
+    run(*pytest, "--collect-only", *asked, cwd=source)
+    return run(*pytest, *asked, *tests, cwd=source).splitlines()[-1]
 
 
 def main():
@@ -83,11 +85,15 @@ def main():
     print(f"{wheel.name}, {sdist.name}: complete, and nothing twice", flush=True)
     constraints = ("--constraint", ROOT / "constraints.txt")
     with tempfile.TemporaryDirectory() as made:
-        for package in (wheel, sdist):
+
+        def used(package):
             place = Path(made, package.suffix[1:])
             place.mkdir()
-            found = smoke(place, sys.executable, version, *constraints, f"{package}[viz,cli]")
-            print(f"{package.name}: {found}", flush=True)
+            return smoke(place, sys.executable, version, *constraints, f"{package}[viz,cli]")
+
+        with ThreadPoolExecutor() as pool:  # pip waits for the network and the disk
+            for package, found in zip((wheel, sdist), pool.map(used, (wheel, sdist)), strict=True):
+                print(f"{package.name}: {found}", flush=True)
         print(f"{sdist.name}: {check_tests(sdist, Path(made), tests)}", flush=True)
 
 

@@ -141,6 +141,7 @@ def test_instructions_are_the_same_from_another_checkout():
 
 
 @pytest.mark.compiles
+@pytest.mark.one_triton
 def test_one_kernel_is_compiled_for_every_place_of_a_batch():
     """Of the kernels that differ in where addresses start alone, the instructions are the same."""
     assert kernels_apart("alone", "ptx") == {}

@@ -29,6 +29,7 @@ CARD = ("--warm", "--device", "h100")
 @without_gpu
 @pytest.mark.compiles
 @pytest.mark.timeout(900)
+@pytest.mark.one_triton
 def test_a_measurement_after_it_compiles_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     result = command("bench", *SMALL, *CARD)

@@ -58,6 +58,7 @@ def test_a_process_that_makes_the_calls_later_compiles_nothing(tmp_path):
 
 
 @pytest.mark.compiles
+@pytest.mark.one_triton
 def test_a_folder_is_of_use_where_it_was_moved_and_where_files_of_it_are_gone(tmp_path):
     calls = [partial(fused_softmax.softmax, MADE(4, n), 1) for n in (1024, 32000)]
 
@@ -141,6 +142,7 @@ def test_calls_are_planned_without_a_driver_and_without_what_torch_2_11_lacks():
 
 
 @pytest.mark.compiles
+@pytest.mark.one_triton
 def test_calls_alike_are_compiled_once(tmp_path):
     calls = [partial(fused_softmax.softmax, MADE(n, 32000), 1) for n in (1, 7, 64, 65, 512)]
     kernels = list(ahead.compiling([*calls, *calls], "h200", 2, tmp_path))
@@ -154,6 +156,7 @@ def over_logits(x, target, inplace):
 
 
 @pytest.mark.compiles
+@pytest.mark.one_triton
 def test_a_gradient_of_its_own_and_one_over_the_logits_are_two_kernels(tmp_path):
     call = partial(over_logits, MADE(512, 32000, grad=True), MADE(512, dtype=torch.int64))
     kernels = ahead.compiling([partial(call, inplace) for inplace in (False, True)], "h100", 2, tmp_path)
@@ -228,6 +231,7 @@ def working_in(group):
 
 @compiling
 @pytest.mark.compiles
+@pytest.mark.one_triton
 def test_who_listens_no_more_leaves_no_process_at_work(monkeypatch, tmp_path):
     started, popen = [], ahead.subprocess.Popen
     monkeypatch.setattr(ahead.subprocess, "Popen", lambda *of, **how: started.append(popen(*of, **how)) or started[-1])
