@@ -241,6 +241,34 @@ def test_a_model_that_numbers_tokens_in_a_way_of_its_own_keeps_its_masks(compile
     torch.testing.assert_close(run(**given).loss, plain(**given).loss, rtol=1e-5, atol=1e-6)
 
 
+def _by_hook(inner, positions, monkeypatch):
+    inner.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | positions), with_kwargs=True)
+
+
+def _by_instance(inner, positions, monkeypatch):
+    forward = inner.forward
+    inner.forward = lambda *args, **kwargs: forward(*args, **kwargs | positions)
+
+
+def _by_class(inner, positions, monkeypatch):
+    forward = type(inner).forward
+    monkeypatch.setattr(
+        type(inner), "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs | positions)
+    )
+
+
+@pytest.mark.parametrize("give", [_by_hook, _by_instance, _by_class], ids=["a hook", "an instance", "a class"])
+def test_positions_that_only_the_inner_model_gets_are_looked_at(give, monkeypatch):
+    torch.compiler.reset()
+    model, plain = pair("llama")
+    hf.apply(model)
+    for each in (model, plain)[: 1 if give is _by_class else 2]:
+        give(each.model, {"position_ids": PACKED}, monkeypatch)
+    given = {name: inputs(padded=False)[name] for name in ("input_ids", "labels")} | {"use_cache": False}
+    found = torch.compile(model, backend="eager")(**given)
+    torch.testing.assert_close(found.loss, plain(**given).loss, rtol=1e-5, atol=1e-6)
+
+
 class _OfTensors(torch.nn.Module):
     """A model whose forward pass takes and gives tensors alone, in order."""
 

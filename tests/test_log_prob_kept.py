@@ -653,9 +653,7 @@ def test_torchs_path_says_the_same(way, dtype, device, monkeypatch):
 @pytest.mark.parametrize("leading", [(), (1,), (6, 1), (2, 3), (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("k", [None, 3])
 @every_way
-def test_torchs_path_of_leading_dims(way, k, leading, device, monkeypatch):
-    if device != "cpu":
-        pytest.skip("of CPU tensors")
+def test_torchs_path_of_leading_dims(way, k, leading, monkeypatch):
     monkeypatch.setattr(route, "INTERPRET", False)
     n = math.prod(leading)
     columns, x = sets(40)[-n:], peaked(n, 40)

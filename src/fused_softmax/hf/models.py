@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from fused_softmax.core.described import described
 from fused_softmax.hf import attention as attentions
@@ -90,7 +91,7 @@ class Model(Mixin, nn.Module):
         register_outputs(type(self))
         if self.balances:
             _balance(self)
-        if self.numbers:
+        if self.numbers and _numbers(self):
             attentions.spare_masks()
         for config, models in _parts(self):
             if config._attn_implementation == attentions.NAME:
@@ -118,8 +119,10 @@ class Model(Mixin, nn.Module):
             serves = 1 if self.balances else 0
             outer = opened.heads, opened.deferred, opened.grad, opened.unpacked
             opened.heads, opened.deferred, opened.grad = heads, False, torch.is_grad_enabled()
-            of_tokens = (each is None or each is False or name in _OF_TOKENS for name, each in given.items())
-            opened.unpacked = self.numbers and run is plain and all(of_tokens)
+            opened.unpacked = False
+            if is_compiling() and self.numbers and run is plain:
+                of_tokens = (each is None or each is False or name in _OF_TOKENS for name, each in given.items())
+                opened.unpacked = all(of_tokens) and _is_as_written(self.base_model)
             routers.serving.depth += serves
             try:
                 output = run(self, *args, **kwargs)
@@ -291,16 +294,33 @@ def _own_configs(model: nn.Module, target: nn.Module) -> Callable[[], None]:
     return share
 
 
+_numbering: dict[type, Any] = {}  # the forward of each class of inner models that numbers tokens, as it was read
+
+
 def _numbers(target: Any) -> bool:
     """Whether a model's own code gives the tokens of a row the positions 0, 1, 2, ..., and no others."""
     from transformers import PreTrainedModel
 
-    kinds = {type(each) for each in target.modules() if isinstance(each, PreTrainedModel)}
+    models = [each for each in target.modules() if isinstance(each, PreTrainedModel)]
+    if models != [target, target.base_model]:
+        return False
+    outer = type(target).__bases__[1] if is_mixed(type(target)) else type(target)
+    inner = type(target.base_model)
     try:
-        found = [each for kind in kinds for each in _POSITIONS.findall(inspect.getsource(kind))]
+        found = [each for kind in (outer, inner) for each in _POSITIONS.findall(inspect.getsource(kind))]
     except (OSError, TypeError):
         return False
-    return bool(found) and all(map(_NUMBERED.fullmatch, found))
+    if not found or not all(map(_NUMBERED.fullmatch, found)):
+        return False
+    _numbering[inner] = inner.forward
+    return True
+
+
+def _is_as_written(inner: Any) -> bool:
+    """Whether nothing that was not read can give an inner model positions: a hook, or another forward."""
+    kind = type(inner)
+    hooked = inner._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks
+    return not hooked and "forward" not in inner.__dict__ and kind.forward is _numbering.get(kind)
 
 
 def _balance(target: Any) -> Callable[[], Any]:
