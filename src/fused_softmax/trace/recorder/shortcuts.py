@@ -1,4 +1,4 @@
-"""What Triton's interpreter works out anew at every operation, worked out once: it computes the same, about twice as fast.
+"""What Triton's interpreter works out anew at every operation, worked out once: the same results in half the time.
 
 SHORTCUTS: (holder, name of its attribute, function from the old attribute to the new one), as CORRECTIONS are. They are
 in place while a recording is made, and in the tests from the start.
