@@ -432,6 +432,19 @@ def test_a_row_of_which_nothing_is_kept_has_no_gradient(function, create_graph, 
         assert all(each.isfinite().all() for each in found[0])
 
 
+@keeping_shape
+@pytest.mark.parametrize("asked", [(1.0, -1.0), (1.0, 2.0)], ids=["sums to 0", "does not"])
+def test_what_is_asked_of_a_row_of_nothing_is_not_handed_on(function, asked, device):
+    """Its hidden inputs have no gradient: 0 by torch's operations, or NaN as the result is, but never dy."""
+    x, mask = peaked(3, 40).to(device), torch.tensor([True, False, True], device=device).view(3, 1)
+    dy = weights(3, 40).to(device)
+    dy[1] = 0.0
+    dy[1, :2] = torch.tensor(asked, device=device)
+    found = gradients(function, {"x": x, "mask": mask}, dy)["x"]
+    assert (found[1].isnan() | (found[1] == 0.0)).all()
+    torch.testing.assert_close(found[::2], gradients(function, {"x": x[::2], "mask": mask[::2]}, dy[::2])["x"])
+
+
 def test_reductions_of_logsumexps_gradient_are_not_rounded_to_half_precision_on_the_way(device):
     x, dy = peaked(500, 40, BF16).to(device), weights(500, dtype=BF16).to(device) + 1
     mask = weights(40).to(device).requires_grad_()

@@ -32,11 +32,11 @@ CALLS = {
     "few rows by groups": (64, 256, 8, V3, 80),
     "counts": (16384, 256, 8, {}, 64),
     "losses": (16384, 256, 8, LOSSES, 64),
+    "losses of 512 experts": (16384, 512, 10, LOSSES, 128),
     "losses of sequences": (16384, 256, 8, LOSSES | {"sequence_length": 4096, "score": "sigmoid"}, 64),
     "losses by groups": (16384, 256, 8, LOSSES | V3, 96),
     "losses of 64 experts": (16384, 64, 6, LOSSES, 56),
     "losses of 128 experts": (16384, 128, 8, LOSSES, 64),
-    "losses of 512 experts": (16384, 512, 10, LOSSES, 128),
     "losses of 2304 experts": (8192, 2304, 36, LOSSES, 128),
 }
 

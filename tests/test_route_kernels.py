@@ -12,7 +12,7 @@ from fused_softmax.core.plan import H200
 from fused_softmax.ops.routing import launches, reference
 from fused_softmax.ops.routing.kernels.spec import RouteSpec
 from fused_softmax.ops.routing.options import Routing
-from fused_softmax.ops.routing.plan import SUMMING_WARPS, WARPS, plan_route
+from fused_softmax.ops.routing.plan import plan_route
 
 INF, NAN = math.inf, math.nan
 EVERYTHING = {"dense": True, "return_aux_loss": True, "return_z_loss": True}
@@ -265,8 +265,8 @@ def test_registers_hold_the_sums_of_512_experts_and_no_more():
 def test_a_row_has_a_warp_whatever_the_plan():
     for n_rows in (1, 100, 1057, 5000, 16384, 131072):
         for n_experts in (1, 64, 256, 1023, 1024, 4096):
-            for sums, most_warps in ((False, WARPS), (True, WARPS), (True, SUMMING_WARPS)):
-                plan = plan_route(n_rows, n_experts, n_rows, H200, sums, most_warps)
+            for sums, held in ((False, 0), (True, 0), (True, 8), (True, 16)):
+                plan = plan_route(n_rows, n_experts, n_rows, H200, sums, held)
                 assert plan.rows == plan.num_warps
                 assert plan.parts * plan.part_rows >= n_rows > (plan.parts - 1) * plan.part_rows
                 assert plan.part_rows % plan.rows == 0
@@ -390,7 +390,7 @@ def test_explain_lists_the_kernels_and_what_they_refuse(device):
 
 def test_the_slots_are_0_again(device, monkeypatch):
     """What programs add to is left as it was found, for the next launch on the stream."""
-    slots = torch.zeros(2 * 24 + launches.BESIDE, dtype=torch.int64, device=device)
+    slots = torch.zeros(launches.COPIES * (2 * 24 + launches.BESIDE), dtype=torch.int64, device=device)
     monkeypatch.setattr(launches, "_slots", lambda *_: slots)
     x = rows(9, 24).to(device)
     for options in ({}, {"sequence_length": 3}, {"score": "sigmoid"}):

@@ -75,20 +75,32 @@ def spare_masks() -> None:
     """Have transformers make no mask for rows of one sequence each in a forward pass of an applied model.
 
     It looks for several sequences in the positions, and makes a mask of all queries and keys where it finds them.
-    Traced code cannot wait for what it finds, and would always make the mask.
+    Traced code cannot wait for what it finds, and would always make the mask. With torch before 2.13, or transformers
+    before 5.24, it would make one in all traced code.
     """
     from transformers import masking_utils
 
-    look = getattr(masking_utils, "find_packed_sequence_indices", None)
-    if look is None or hasattr(look, NAME):
-        return
+    def put(name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        plain = getattr(masking_utils, name, None)
+        if plain is not None and not hasattr(plain, NAME):
+            setattr(masking_utils, name, wraps(plain)(made(plain)))
+            setattr(getattr(masking_utils, name), NAME, True)
 
-    @wraps(look)
-    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        return None if opened.unpacked else look(position_ids)
+    def looking(look: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda position_ids: None if opened.unpacked else look(position_ids)
 
-    setattr(find_packed_sequence_indices, NAME, True)
-    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+    def leaving_out(leave_out: Callable[..., Any]) -> Callable[..., Any]:
+        def ignore(
+            padding_mask: Any, q_length: Any, kv_length: Any, q_offset: Any, kv_offset: Any, window: Any = None
+        ) -> bool:
+            if opened.unpacked and padding_mask is None and q_length == kv_length:
+                return window is None or kv_length < window
+            return leave_out(padding_mask, q_length, kv_length, q_offset, kv_offset, window)
+
+        return ignore
+
+    put("find_packed_sequence_indices", looking)
+    put("_ignore_causal_mask_sdpa", leaving_out)
 
 
 def _choosing(choose: Callable[..., str], base: Any) -> Callable[..., str]:

@@ -13,12 +13,12 @@ from fused_softmax.core.launched import Launched, compose, of_rows
 from fused_softmax.core.runner import has_ptx
 from fused_softmax.ops.routing.kernels.spec import BESIDE, LANES, RouteSpec
 from fused_softmax.ops.routing.options import Routing
-from fused_softmax.ops.routing.plan import SUMMING, SUMMING_WARPS, WARPS, RoutePlan, plan_route
+from fused_softmax.ops.routing.plan import RoutePlan, plan_route
 
 MOST_EXPERTS, MOST_K = 4096, 64
 MOST_GROUPS, MOST_GROUP_TILES = LANES, 64  # each group has a lane, and its experts begin with a tile of their own
 HELD = 16  # tiles of experts up to which registers hold the sums of a program; with more it reads its rows again
-REGISTERS = 65536 // (32 * WARPS * SUMMING)  # of a thread, so that all programs that add up rows are resident at once
+COPIES = 4  # of the slots of all rows: 16384 x 256 with losses 17.5 us, by one copy 18.7, by 16 19.3
 _SUMS = 3  # the use of slots
 _UNIT_BITS = 40  # binary places of a sum of probabilities, for up to 2 ** 22 rows
 
@@ -111,10 +111,11 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     x, noise = given.x, given.noise
     (n_rows, n_experts), device, empty = x.shape, x.get_device(), allocator(x.device)
     sums, sequences = options.sums, options.in_sequences
-    how: dict[str, Any] = {"sums": sums, "most_warps": SUMMING_WARPS if sums else WARPS}
+    how: dict[str, Any] = {"sums": sums, "held": _held_tiles(n_experts, options) if sums else 0}
     plan = plan or plan_route(n_rows, n_experts, options.length(n_rows), device_of(device), **how)
     spec = _spec(given, options, plan, sums)
-    keeps, k, unit = sums or (states and spec.totals), options.k, _unit(n_rows)
+    keeps = (sums and not spec.held) or (states and spec.totals)
+    k, unit = options.k, _unit(n_rows)
     stride, where = 2 * n_experts + BESIDE, x.device
     asked = replace(options, bias=None, noise=None, indices=None, row_mask=None)  # a kept call holds no tensor
 
@@ -135,7 +136,7 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
         )
         if not sums:
             return rows, (None, None, None, None)
-        of_all = _slots(device, stride)
+        of_all = _slots(device, spec.copies * stride)
         of_each = torch.zeros(n_sequences * stride, dtype=torch.int64, device=where) if sequences else of_all
         squares = empty((plan.programs,), (1,), torch.float32) if asked.return_z_loss else None
         balances = empty((n_sequences,), (1,), torch.float64) if sequences else None
@@ -156,7 +157,7 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     launched = launch.prepare(
         _route, plan.programs, like, [scalars[name] for name in names], {"K": spec}, device=device,
         num_warps=plan.num_warps, plan=plan,
-        **({"most_registers": REGISTERS} if spec.held and plan.num_warps > 1 and has_ptx(device) else {}),
+        **({"most_registers": plan.registers} if plan.registers and has_ptx(device) else {}),
     )  # fmt: skip
     there = [i for i, each in enumerate(like) if each is not None]
 
@@ -215,19 +216,26 @@ def _slots(device: int, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64, device="cpu")
 
 
+def _held_tiles(n_experts: int, options: Routing) -> int:
+    """The tiles of experts whose sums registers hold; 0 if these are too many."""
+    n_groups = options.n_groups if options.grouped else 1
+    n_tiles = n_groups * -(-n_experts // n_groups // LANES)
+    return n_tiles if n_tiles <= HELD else 0
+
+
 def _spec(given: RouteRows, options: Routing, plan: RoutePlan, sums: bool) -> RouteSpec:
     compares_scores = options.score_first and (given.bias is not None or options.grouped)
     by_itself = given.bias is None and given.indices is None and not options.grouped
-    spec = RouteSpec(
+    return RouteSpec(
         n_experts=plan.n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
         renormalize=options.renormalize, n_groups=options.n_groups if options.grouped else 1,
         groups_kept=options.groups_kept or 1, top2=options.group_score == "top2",
         packed=given.x.element_size() == 2 and given.noise is None and by_itself,
         of_scores=compares_scores and given.indices is None, elsewhere=not by_itself, totals=options.totals, sums=sums,
-        sequences=options.in_sequences, sum_rows=plan.sum_rows, sum_cols=plan.sum_cols, sum_ids=LANES * plan.num_warps,
-        aligned=given.x.stride(0) % 8 == 0,
+        held=sums and _held_tiles(plan.n_experts, options) > 0, sequences=options.in_sequences,
+        copies=1 if options.in_sequences else COPIES, sum_rows=plan.sum_rows, sum_cols=plan.sum_cols,
+        sum_ids=LANES * plan.num_warps, aligned=given.x.stride(0) % 8 == 0,
     )  # fmt: skip
-    return replace(spec, held=sums and spec.n_tiles <= HELD)
 
 
 def backward(given: RouteRows, rows: RoutedRows, of_results: OfResults, options: Routing) -> Tensor:

@@ -14,12 +14,14 @@ WIDE = 512
 # If rows are many: warps of a program, with one row each; programs a multiprocessor from which on each takes several
 # turns; turns at most. 131072 x 256, k 8, 57 us by four turns, by one 67.
 WARPS, PROGRAMS, TURNS = 4, 16, 4
-# Programs a multiprocessor at most, where rows are added up: 131072 x 256 with losses 128 us, by 4 programs 171; the
-# gradient of 16384 x 256 with losses 11.9, by 4 programs 15.6.
+# Programs of WARPS warps a multiprocessor at most, where rows are added up: the gradient of 16384 x 256 with losses
+# 10.4 us, by 4 programs 16.7, by 16 10.7.
 SUMMING = 8
-# Warps of a program that adds up rows as it routes them. With 8, half as many programs add to the same slots as with 4:
-# 16384 x 256 with counts 19.0 us, by 4 warps 24.3, by 16 30.7; x 64 with losses 11.5, 13.7, 12.4.
+# Warps of a program whose registers hold the sums. 16384 x 256 with losses 15.7 us; x 64 8.8, by 4 warps 10.4.
 SUMMING_WARPS = 8
+# Registers of a thread for up to MANY_TILES tiles of sums, so that all those programs are resident at once. For more
+# tiles it has twice as many, and half as many programs are resident.
+REGISTERS, MANY_TILES = 65536 // (32 * WARPS * SUMMING), 8
 MOST_COLS = 256  # experts whose sums a program computes at a time
 
 
@@ -28,7 +30,7 @@ class RoutePlan:
     """Programs of num_warps warps take `rows` rows at a time, a warp each, and part_rows in all.
 
     length: rows of a sequence; all rows where there are none. parts: programs of a sequence. Sums are taken of
-    sum_rows x sum_cols at a time.
+    sum_rows x sum_cols at a time. registers: of a thread at most; None where that is left to the compiler.
     """
 
     n_rows: int
@@ -40,6 +42,7 @@ class RoutePlan:
     num_warps: int
     sum_rows: int
     sum_cols: int
+    registers: int | None = None
 
     @property
     def programs(self) -> int:
@@ -47,23 +50,31 @@ class RoutePlan:
 
 
 def plan_route(
-    n_rows: int, n_experts: int, length: int, device: Device, sums: bool = False, most_warps: int = WARPS
+    n_rows: int, n_experts: int, length: int, device: Device, sums: bool = False, held: int = 0
 ) -> RoutePlan:  # fmt: skip
-    """The plan for rows of a router's logits, at least one. sums: whether they are added up. most_warps: of a program.
+    """The plan for rows of a router's logits, at least one.
+
+    sums: whether rows are added up. held: tiles of experts whose sums are in registers; 0 if they are not.
 
     >>> from fused_softmax.core.plan import H200
     >>> plan_route(16384, 256, 16384, H200).parts
     2048
     """
-    warps = 1 if n_experts >= WIDE or n_rows <= FEW * device.sm_count else most_warps
-    part_rows = warps
+    if n_rows <= FEW * device.sm_count or (n_experts >= WIDE and not held):
+        warps = 1
+    else:
+        warps = SUMMING_WARPS if held else WARPS
+    part_rows, registers = warps, None
     if warps > 1:
         part_rows *= min(TURNS, max(1, -(-n_rows // (warps * PROGRAMS * device.sm_count))))
     if sums:
-        programs = SUMMING * device.sm_count * min(2 * warps, WARPS) // warps
-        part_rows = max(warps, -(-n_rows // (programs * warps)) * warps)
+        resident = SUMMING * min(2 * warps, WARPS) // warps
+        if held and warps > 1:
+            times = 1 if held <= MANY_TILES else 2
+            resident, registers = resident // times, REGISTERS * times
+        part_rows = max(warps, -(-n_rows // (resident * device.sm_count * warps)) * warps)
     part_rows = min(part_rows, -(-length // warps) * warps)
     return RoutePlan(
         n_rows, n_experts, length, warps, part_rows, -(-length // part_rows), warps, 2 * warps,
-        min(MOST_COLS, max(32, next_power_of_2(n_experts))),
+        min(MOST_COLS, max(32, next_power_of_2(n_experts))), registers,
     )  # fmt: skip

@@ -63,6 +63,7 @@ ROUTES = (
                     notes={
                         "tiles = tiles_of": "A lane for each expert. A warp has 32, so the others here hold -inf.",
                         "keys, ordered = keys_of": "The logits become integers that sort as they do.",
+                        "heads, experts = lists_of": "Each lane sorts the keys of its own experts.",
                         "found, ids, last": "The chosen experts lie in the first lanes, the best one first.",
                         "weights = weights_of_taken": "The softmax of the chosen logits alone: they add up to 1.",
                     },
@@ -70,7 +71,7 @@ ROUTES = (
                         "HALVES",
                         "m, total = of_each",
                         "wrong = of_each",
-                        "of_scores = total",
+                        "scores, of_scores = tiles",
                         "wrong &= valid",
                         "valid &= wrong",
                         "R = Given",
@@ -86,10 +87,11 @@ ROUTES = (
                         "last",
                         "last_id",
                         "held",
+                        "scores",
                     ),
                 ),
                 "choose": Told(
-                    {"choose": "heads, experts = lists_of"},
+                    {"choose": "found, ids = ()"},
                     notes={
                         "at = first_at": "The greatest of all heads is the next choice. Of equal ones the lowest "
                         "expert has it.",
@@ -106,7 +108,7 @@ ROUTES = (
                     unused=("n_turns",),
                 ),
                 "weights_of_taken": Told(
-                    {"weights": "top = of_each"},
+                    {"weights": "top = m"},
                     notes={
                         "factor *= over(sum_of_scores, some)": "One division for each row; each weight is multiplied.",
                     },

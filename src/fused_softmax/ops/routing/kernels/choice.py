@@ -27,14 +27,13 @@ NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def choose(keys, n_turns, K: tl.constexpr):
-    """(found, ids, last, last_id): the K.k best experts of each row.
+def choose(heads, experts, n_turns, K: tl.constexpr):
+    """(found, ids, last, last_id): the K.k best experts of each row, by the lists of `lists_of`.
 
     found, ids: their keys and experts, a tile [rows, LANES] for each half. last, last_id: key and expert of the last
     choice. If K.packed, the key has the expert, and last_id is not set.
     """
     HALVES: tl.constexpr = K.halves
-    heads, experts = lists_of(keys, K)
     found, ids = (), ()
     for _ in tl.static_range(HALVES):
         found = found + (in_lanes(LOWEST, tl.int32, K),)  # noqa: RUF005  the compiler has no unpacking

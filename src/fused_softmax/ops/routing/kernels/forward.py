@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fused_softmax.core.kernels.state import LOG2E, NEG_INF
-from fused_softmax.ops.routing.kernels.choice import choose, keys_of, number_found, numbers_of
+from fused_softmax.ops.routing.kernels.choice import best_head, choose, keys_of, lists_of, number_found, numbers_of
 from fused_softmax.ops.routing.kernels.common import (
     LANES,
     LEAST,
@@ -92,29 +92,28 @@ def route_rows(
     if mask_ptr is not None:
         valid &= tl.load(mask_ptr + row, mask=here, other=0) != 0
     m, total = of_each(0, tl.float32, K), of_each(1.0, tl.float32, K)
-    of_scores = total
-    if K.compares_all:
+    scores, of_scores = tiles, total
+    if K.elsewhere:
         m = greatest_of(tiles)
-        if K.totals:
-            total = total_of(weights_of(tiles, tl.where(m == NEG_INF, 0.0, m)))
-        if states_ptr is not None and not K.by_softmax:
-            of_scores = total_of_scores(tiles, m, K)
+        scores, total, of_scores = scores_of_all(tiles, m, states_ptr, K)
     wrong = of_each(0, tl.int32, K) == 1
     if given_ptr is None:
         keys, ordered = keys_of(tiles, m, total, bias_ptr, K)
         valid &= ordered
+        heads, experts = lists_of(keys, K)
     else:
         ids, wrong = replayed(given_ptr, row, here, K)
-    if K.held:  # before the choice, so that no thread holds logits during it; m is known, because sums need all logits
+    if not K.elsewhere:
+        m = number_found(best_head(heads, K), K)
+        scores, total, of_scores = scores_of_all(tiles, m, states_ptr, K)
+    if K.held:  # before the choice, so that no thread holds logits during it
         routed = valid & (wrong == 0) & (m > NEG_INF) & (m < float("inf"))
-        held = with_probs(held, tiles, m, total, of_scores, routed, K)
+        held = with_probs(held, scores, m, total, of_scores, routed, K)
     if given_ptr is None:
-        found, ids, last, last_id = choose(keys, n_turns, K)
+        found, ids, last, last_id = choose(heads, experts, n_turns, K)
         x = numbers_of(found, K)
         if K.held:
             held = with_choices(held, keys, last, last_id, routed, K)
-        if not K.compares_all:
-            m = number_found(tl.max(found[0], axis=1), K)
     else:
         x = ids  # K.elsewhere, which reads their logits, is set whenever ids are given
         if K.held:
@@ -140,11 +139,9 @@ def route_rows(
             taken = there & (ids[h] >= 0)
             tl.store(dense_ptr + row[:, None] * dense_row_stride + along_lanes(ids[h]), weight, mask=taken)
     if states_ptr is not None:
-        states_ptr += row * K.states
-        tl.store(states_ptr, tl.where(valid, m, 0.0), mask=here)
-        tl.store(states_ptr + 1, tl.where(valid, total, 0.0), mask=here)
-        if not K.by_softmax:
-            tl.store(states_ptr + 2, tl.where(valid, of_scores, 0.0), mask=here)
+        of_row = tl.where(lanes() == 0, m[:, None], tl.where(lanes() == 1, total[:, None], of_scores[:, None]))
+        at = states_ptr + row[:, None] * K.states + lanes()
+        tl.store(at, tl.where(valid[:, None], of_row, 0.0), mask=here[:, None] & (lanes() < K.states))
     return held
 
 
@@ -203,9 +200,11 @@ def logits_of_taken(x_ptr, noise_ptr, x_row_stride, noise_row_stride, row, ids, 
 def weights_of_taken(x, ids, m, total, scale, K: tl.constexpr):
     """The weights [rows, LANES] of each half, from the logits x of the experts that are taken."""
     HALVES: tl.constexpr = K.halves
-    top = of_each(NEG_INF, tl.float32, K)
-    for h in tl.static_range(HALVES):
-        top = tl.maximum(top, tl.max(tl.where(ids[h] >= 0, x[h], NEG_INF), axis=1))
+    top = m  # the first choice's
+    if K.elsewhere:
+        top = of_each(NEG_INF, tl.float32, K)
+        for h in tl.static_range(HALVES):
+            top = tl.maximum(top, tl.max(tl.where(ids[h] >= 0, x[h], NEG_INF), axis=1))
     scores = ()
     sum_of_scores = of_each(0, tl.float32, K)
     for h in tl.static_range(HALVES):
@@ -234,10 +233,28 @@ def weights_of_taken(x, ids, m, total, scale, K: tl.constexpr):
 
 
 @triton.jit
-def total_of_scores(tiles, m, K: tl.constexpr):
-    """The sum of `score_beside` over all experts; inf where the sum of scores is 0 in float32."""
+def scores_of_all(tiles, m, states_ptr, K: tl.constexpr):
+    """(scores, total, of_scores), as far as they are needed.
+
+    scores: of all tiles, what a probability is before it is divided by the sum of its row. total: sum exp(x - m).
+    of_scores: the sum of `score_beside`; inf where the sum of scores is 0 in float32.
+    """
+    scores = tiles
+    total = of_each(1.0, tl.float32, K)
+    if K.totals:
+        scores = weights_of(tiles, tl.where(m == NEG_INF, 0.0, m))
+        total = total_of(scores)
+    of_scores = total
+    if not K.by_softmax and (K.sums or states_ptr is not None):
+        scores = scores_beside(tiles, m, K)
+        of_scores = total_of(scores)
+        of_scores = tl.where(is_some(of_scores, m, K), of_scores, float("inf"))
+    return scores, total, of_scores
+
+
+@triton.jit
+def scores_beside(tiles, m, K: tl.constexpr):
     scores = ()
     for t in tl.static_range(len(tiles)):
         scores = scores + (score_beside(tiles[t], m[None, :, None], K),)  # noqa: RUF005
-    total = total_of(scores)
-    return tl.where(is_some(total, m, K), total, float("inf"))
+    return scores

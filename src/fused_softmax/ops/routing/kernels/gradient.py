@@ -14,6 +14,7 @@ from fused_softmax.core.kernels.state import NEG_INF
 from fused_softmax.ops.routing.kernels.common import (
     LANES,
     along_lanes,
+    exp_beside,
     experts_of,
     in_lanes,
     is_some,
@@ -203,19 +204,22 @@ def of_all(tiles, prices, states_ptr, row, here, inner, of_z, K: tl.constexpr):
     weighed = ()
     for t in tl.static_range(len(tiles)):
         if K.by_softmax:
-            q = tl.exp(tiles[t] - over_tiles(m)) * over_tiles(share)
+            q = exp_beside(tiles[t], over_tiles(m)) * over_tiles(share)
         else:
             q = score_beside(tiles[t], over_tiles(m), K) * over_tiles(of_scores)
         weighed = weighed + (tl.where(over_tiles(total) > 0, q * prices[t], 0.0),)  # noqa: RUF005
-    return Slopes(m, share, of_scores, of_p, total_of(weighed))
+    mean = total_of(weighed)
+    if K.by_softmax:  # whose scores are p
+        of_p -= mean
+    return Slopes(m, share, of_scores, of_p, mean)
 
 
 @triton.jit
 def slope_of(x, price, m, share, of_scores, of_p, mean, K: tl.constexpr):
     """The gradient of an expert's logit, without what its weight as a choice gives; 0 in a row that is not routed."""
-    p = tl.exp(x - m) * share
+    p = exp_beside(x, m) * share
     if K.by_softmax:
-        slope = p * (price - mean + of_p)
+        slope = p * (price + of_p)
     else:
         slope = slope_beside(x, m, K) * of_scores * (price - mean) + p * of_p
     return tl.where(share > 0, slope, 0.0)

@@ -8,8 +8,8 @@ the sum of their (m + log s) ** 2. Each turn adds to these numbers. At the end t
 import triton
 import triton.language as tl
 
-from fused_softmax.ops.routing.kernels.common import LANES, experts_of, of_each, over, over_tiles, score_beside
-from fused_softmax.ops.routing.kernels.sums import close, slots_of
+from fused_softmax.ops.routing.kernels.common import LANES, experts_of, of_each, over, over_tiles
+from fused_softmax.ops.routing.kernels.sums import close, copy_of, slots_of
 
 
 @triton.jit
@@ -35,20 +35,16 @@ def zeros_of_chunk(DTYPE: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.conste
 
 
 @triton.jit
-def with_probs(held, tiles, m, total, of_scores, routed, K: tl.constexpr):
+def with_probs(held, scores, m, total, of_scores, routed, K: tl.constexpr):
     """What is held, after adding the probabilities and squares of rows that are routed.
 
-    Past the experts a logit is -inf, whose probability is 0.
+    scores: what a probability is before it is divided by the sum of its row. Past the experts it is 0.
     """
     probs, counts, n, squares = held
-    share = over(total if K.by_softmax else of_scores, routed)
+    share = over_tiles(over(total if K.by_softmax else of_scores, routed))
     sums = ()
-    for t in tl.static_range(len(tiles)):
-        if K.by_softmax:
-            p = tl.exp(tiles[t] - over_tiles(m)) * over_tiles(share)
-        else:
-            p = score_beside(tiles[t], over_tiles(m), K) * over_tiles(share)
-        sums = sums + (probs[t] + tl.where(over_tiles(routed), p, 0.0),)  # noqa: RUF005
+    for t in tl.static_range(len(scores)):
+        sums = sums + (probs[t] + tl.where(over_tiles(routed), scores[t] * share, 0.0),)  # noqa: RUF005
     lse = m + tl.log(total)
     return sums, counts, n + routed.to(tl.int32), squares + tl.where(routed, lse * lse, 0.0)
 
@@ -130,7 +126,11 @@ def add_held(held, sequence, n_parts, n_sequences, S, K: tl.constexpr):
     probs, counts, n, squares = held
     for c in tl.static_range(N_CHUNKS):
         add_chunk(probs, counts, sequence, START[c], CHUNKS[3 * c], CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], S, K)
-    close(tl.sum(n.to(tl.int64), axis=0), tl.sum(squares, axis=0), sequence, n_parts, n_sequences, S, K)
+    if S.squares_ptr is None:
+        close(tl.sum(n, axis=0).to(tl.int64), 0.0, sequence, n_parts, n_sequences, S, K)
+    else:
+        of_squares, of_rows = tl.reduce((squares, n), 0, sums_of)
+        close(of_rows.to(tl.int64), of_squares, sequence, n_parts, n_sequences, S, K)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def add_chunk(
     probs, counts, sequence, START: tl.constexpr, FIRST: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.constexpr, S,
     K: tl.constexpr,
 ):  # fmt: skip
-    slots_ptr = slots_of(sequence, S, K)
+    slots_ptr = copy_of(slots_of(sequence, S, K), K)
     for t in tl.static_range(LENGTH):
         expert, there = experts_of(FIRST + t, STACKED, K)
         p, count = tl.reduce((probs[START + t], counts[START + t]), 1, sums_of, keep_dims=True)

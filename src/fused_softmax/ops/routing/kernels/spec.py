@@ -23,7 +23,7 @@ class RouteSpec:
     sums: whether rows are added up. held: whether registers hold the sums while rows are routed; else rows are added
         afterwards, in tiles of sum_rows x sum_cols, and sum_ids choices at a time.
     aligned: whether 8 divides the stride of rows, so that `add_rows` reads vectors.
-    sequences: whether rows are added up by sequences, each of which has a loss.
+    sequences: whether rows are added up by sequences, each of which has a loss. copies: of the slots of each.
     full: in the gradient, whether experts that were not chosen have one. priced: whether it depends on the counts.
     """
 
@@ -43,6 +43,7 @@ class RouteSpec:
     sums: bool = False
     held: bool = False
     sequences: bool = False
+    copies: int = 1
     sum_rows: int = 1
     sum_cols: int = 32
     sum_ids: int = 32
@@ -53,11 +54,6 @@ class RouteSpec:
     @property
     def grouped(self) -> bool:
         return self.n_groups > 1
-
-    @property
-    def compares_all(self) -> bool:
-        """Whether m is computed from all logits, and not taken from the first choice."""
-        return self.elsewhere or self.totals
 
     @property
     def by_softmax(self) -> bool:
@@ -175,7 +171,8 @@ class Sums(NamedTuple):
     """Where programs add up their rows, and what the last of them writes.
 
     slots_ptr, all_ptr: int64, 2 * n_experts + BESIDE for each sequence, and for all rows together: probabilities in
-        units of 1 / unit, counts, and the slots after those. Without sequences slots_ptr has those of all rows.
+        units of 1 / unit, counts, and the slots after those. Without sequences slots_ptr has those of all rows, in
+        copies; the slots after those of experts are used in the first copy alone.
     squares: float32, of each program. balances: float64, the loss of each sequence.
     shares: float32, what a gradient needs: 1 / rows, 1 / sequences, and for each sequence n_experts / (rows ** 2 * k).
     of_sequences: int32 [n_sequences, n_experts], the counts of each.
@@ -203,7 +200,10 @@ class Priced(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Of rows: m; share, 1 / s; of_scores, 1 / the sum of scores; of_p, a factor of p; mean, the mean price."""
+    """Of rows: m; share, 1 / s; of_scores, 1 / the sum of scores; of_p, a factor of p; mean, the mean price.
+
+    If scores are p, `mean` has been subtracted from of_p.
+    """
 
     m: Any
     share: Any

@@ -1,9 +1,9 @@
 """What rows add up to: counts, probabilities and both losses, with the same bits in whatever order programs end.
 
 A program has its rows' sums in registers (`held.py`), or reads its rows again (`add_rows`). Programs add integers by
-atomics: counts, and probabilities in units of 1 / unit. The order of integers does not change their sum. A ticket tells
-which program is the last one of its sequence, and of all. It finishes the sums, and sets the slots of all rows back to
-0.
+atomics: counts, and probabilities in units of 1 / unit. The order of integers does not change their sum. Programs take
+turns with K.copies copies of the slots, so that fewer wait for the same one. A ticket tells which program is the last
+one of its sequence, and of all. It finishes the sums, and sets the slots of all rows back to 0.
 """
 
 import triton
@@ -16,7 +16,7 @@ from fused_softmax.ops.routing.kernels.common import score_beside
 # Slots after those of experts: routed rows; programs, or sequences, that are done; sequences with a routed row.
 ROWS_AT, DONE_AT, SEQUENCES_AT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BESIDE = tl.constexpr(spec.BESIDE)
-ADDED = tl.constexpr(256)  # programs, or sequences, whose numbers are added at a time
+ADDED = tl.constexpr(1024)  # programs, or sequences, whose numbers are added at a time
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def add_rows(
     """Add the rows [first, end) of a sequence, of which this program has written the states and indices."""
     SUM_ROWS: tl.constexpr = K.sum_rows
     SUM_COLS: tl.constexpr = K.sum_cols
-    slots_ptr = slots_of(sequence, S, K)
+    slots_ptr = copy_of(slots_of(sequence, S, K), K)
     for block in range(0, K.n_experts, K.sum_cols):
         expert = block + tl.arange(0, K.sum_cols)
         there = expert < K.n_experts
@@ -49,6 +49,12 @@ def slots_of(sequence, S, K: tl.constexpr):
 
 
 @triton.jit
+def copy_of(slots_ptr, K: tl.constexpr):
+    """The copy of a sequence's slots that this program adds to."""
+    return slots_ptr + tl.program_id(0) % K.copies * (2 * K.n_experts + BESIDE)
+
+
+@triton.jit
 def close(n, squares, sequence, n_parts, n_sequences, S, K: tl.constexpr):
     """Add a program's n routed rows and their squares. The last program of the sequence finishes it."""
     slots_ptr = slots_of(sequence, S, K)
@@ -62,9 +68,11 @@ def close(n, squares, sequence, n_parts, n_sequences, S, K: tl.constexpr):
         if K.sequences:
             finish_sequence(slots_ptr, sequence, n, n_sequences, S, K)
         else:
-            tl.store(S.shares_ptr + 2, (1.0 / norm_of(n, K)).to(tl.float32))
-            aux_loss = finish_counts(slots_ptr, S, K) / norm_of(n, K)
-            finish_losses(aux_loss, n, tl.full([], 1, tl.int64), slots_ptr, S, K)
+            of_first = first_squares(S)
+            loss = finish_counts(slots_ptr, S, K)
+            share = share_of(n, K)
+            tl.store(S.shares_ptr + 2, share)
+            finish_losses(loss * share, of_first, n, tl.full([], 1, tl.int64), slots_ptr, S, K)
 
 
 @triton.jit
@@ -119,18 +127,23 @@ def routed_of(states_ptr, first, end, K: tl.constexpr):
 
 
 @triton.jit
-def norm_of(n, K: tl.constexpr):
-    """n ** 2 * k / n_experts of n rows in float64, with n at least 1: the loss is the sum of count * sum p over it."""
-    rows = tl.maximum(n, 1).to(tl.float64)
-    return rows * rows * K.k / K.n_experts
+def share_of(n, K: tl.constexpr):
+    """n_experts / (n ** 2 * k) of n rows, with n at least 1: what the loss is of the sum of count * sum p."""
+    rows = tl.maximum(n, 1).to(tl.float32)
+    return K.n_experts / (rows * rows * K.k)
 
 
 @triton.jit
 def added_in(slots_ptr, expert, K: tl.constexpr):
     """What programs have added for some experts: probabilities in units, and counts."""
+    COPIES: tl.constexpr = K.copies
     there = expert < K.n_experts
-    units = tl.load(slots_ptr + expert, mask=there, other=0, volatile=True)
-    return units, tl.load(slots_ptr + K.n_experts + expert, mask=there, other=0, volatile=True)
+    units, count = tl.zeros(expert.shape, tl.int64), tl.zeros(expert.shape, tl.int64)
+    for _ in tl.static_range(COPIES):
+        units += tl.load(slots_ptr + expert, mask=there, other=0, volatile=True)
+        count += tl.load(slots_ptr + K.n_experts + expert, mask=there, other=0, volatile=True)
+        slots_ptr += 2 * K.n_experts + BESIDE
+    return units, count
 
 
 @triton.jit
@@ -145,54 +158,73 @@ def finish_sequence(slots_ptr, sequence, n, n_sequences, S, K: tl.constexpr):
         tl.store(S.of_sequences_ptr + at, count.to(tl.int32), mask=there)
         tl.atomic_add(S.all_ptr + expert, units, mask=there, sem="relaxed")
         tl.atomic_add(S.all_ptr + K.n_experts + expert, count, mask=there, sem="relaxed")
-        loss += tl.sum(units.to(tl.float64) / S.unit * count.to(tl.float64), axis=0)
-    tl.store(S.balances_ptr + sequence, loss / norm_of(n, K))
-    tl.store(S.shares_ptr + 2 + sequence, (1.0 / norm_of(n, K)).to(tl.float32))
+        loss += tl.sum(units.to(tl.float64) * (1.0 / S.unit) * count.to(tl.float64), axis=0)
+    share = share_of(n, K)
+    tl.store(S.balances_ptr + sequence, loss * share)
+    tl.store(S.shares_ptr + 2 + sequence, share)
     beside_ptr = S.all_ptr + 2 * K.n_experts
     tl.atomic_add(beside_ptr + ROWS_AT, n, sem="relaxed")
     tl.atomic_add(beside_ptr + SEQUENCES_AT, (n > 0).to(tl.int64), sem="relaxed")
     tl.debug_barrier()
     if tl.atomic_add(beside_ptr + DONE_AT, 1, sem="acq_rel") == n_sequences - 1:
-        finish_counts(S.all_ptr, S, K)
         n_counted = tl.load(beside_ptr + SEQUENCES_AT, volatile=True)
+        n_routed = tl.load(beside_ptr + ROWS_AT, volatile=True)
+        of_first = first_squares(S)
+        finish_counts(S.all_ptr, S, K)
         balances = tl.zeros([ADDED], tl.float64)
         for first in range(0, n_sequences, ADDED):
             j = first + tl.arange(0, ADDED)
             balances += tl.load(S.balances_ptr + j, mask=j < n_sequences, other=0.0, volatile=True)
         aux_loss = tl.sum(balances, axis=0) / tl.maximum(n_counted, 1).to(tl.float64)
-        finish_losses(aux_loss, tl.load(beside_ptr + ROWS_AT, volatile=True), n_counted, S.all_ptr, S, K)
+        finish_losses(aux_loss, of_first, n_routed, n_counted, S.all_ptr, S, K)
 
 
 @triton.jit
 def finish_counts(slots_ptr, S, K: tl.constexpr):
     """Write counts and sums of probabilities, set their slots to 0, and return the sum of count * sum p."""
+    COPIES: tl.constexpr = K.copies
     loss = tl.zeros([], tl.float64)
     for block in range(0, K.n_experts, K.sum_cols):
         expert = block + tl.arange(0, K.sum_cols)
         there = expert < K.n_experts
         units, count = added_in(slots_ptr, expert, K)
-        probs = units.to(tl.float64) / S.unit
+        probs = units.to(tl.float64) * (1.0 / S.unit)  # which is a power of 2
         tl.store(S.counts_ptr + expert, count.to(tl.int32), mask=there)
         tl.store(S.prob_sums_ptr + expert, probs.to(tl.float32), mask=there)
-        tl.store(slots_ptr + expert, tl.zeros(expert.shape, tl.int64), mask=there)
-        tl.store(slots_ptr + K.n_experts + expert, tl.zeros(expert.shape, tl.int64), mask=there)
+        for copy in tl.static_range(COPIES):
+            at = slots_ptr + copy * (2 * K.n_experts + BESIDE) + expert
+            tl.store(at, tl.zeros(expert.shape, tl.int64), mask=there)
+            tl.store(at + K.n_experts, tl.zeros(expert.shape, tl.int64), mask=there)
         loss += tl.sum(probs * count.to(tl.float64), axis=0)
     return loss
 
 
 @triton.jit
-def finish_losses(aux_loss, n, n_counted, slots_ptr, S, K: tl.constexpr):
-    """Write the losses of all n rows, with n_counted sequences, and set the slots after those of experts to 0."""
-    n_rows = tl.maximum(n, 1).to(tl.float64)
+def first_squares(S):
+    """The squares of the first programs, so that this load does not wait for others; 0 without a z-loss."""
+    j = tl.arange(0, ADDED)
+    squares = tl.zeros([ADDED], tl.float32)
+    if S.z_loss_ptr is not None:
+        squares = tl.load(S.squares_ptr + j, mask=j < tl.num_programs(0), other=0.0, volatile=True)
+    return squares
+
+
+@triton.jit
+def finish_losses(aux_loss, of_first, n, n_counted, slots_ptr, S, K: tl.constexpr):
+    """Write the losses of all n rows, with n_counted sequences, and set the slots after those of experts to 0.
+
+    of_first: the squares of the first programs.
+    """
+    of_rows = 1.0 / tl.maximum(n, 1).to(tl.float32)
     if S.aux_loss_ptr is not None:
         tl.store(S.aux_loss_ptr, aux_loss.to(tl.float32))
     if S.z_loss_ptr is not None:
-        squares = tl.zeros([ADDED], tl.float64)
-        for first in range(0, tl.num_programs(0), ADDED):
+        squares = of_first.to(tl.float64)
+        for first in range(ADDED, tl.num_programs(0), ADDED):
             j = first + tl.arange(0, ADDED)
             squares += tl.load(S.squares_ptr + j, mask=j < tl.num_programs(0), other=0.0, volatile=True).to(tl.float64)
-        tl.store(S.z_loss_ptr, (tl.sum(squares, axis=0) / n_rows).to(tl.float32))
-    tl.store(S.shares_ptr, (1.0 / n_rows).to(tl.float32))
-    tl.store(S.shares_ptr + 1, (1.0 / tl.maximum(n_counted, 1).to(tl.float64)).to(tl.float32))
+        tl.store(S.z_loss_ptr, (tl.sum(squares, axis=0) * of_rows).to(tl.float32))
+    tl.store(S.shares_ptr, of_rows)
+    tl.store(S.shares_ptr + 1, 1.0 / tl.maximum(n_counted, 1).to(tl.float32))
     for i in tl.static_range(BESIDE):
         tl.store(slots_ptr + 2 * K.n_experts + i, tl.zeros([], tl.int64))

@@ -239,7 +239,7 @@ def gradient_of(y, dy, d, factor, K: tl.constexpr):
     if K.log:
         share = natural_exp(y, K.unpack) * d
         if K.hides:
-            share = tl.where(d == 0.0, 0.0, share)
+            share = tl.where(dy == 0.0, tl.where(d == 0.0, 0.0, share), share)
         dx = dy - share
         if K.hides:
             dx = tl.where(y == NEG_INF, 0.0, dx)
