@@ -1,11 +1,15 @@
 """What takes a GPU to see of `sample`: ten million draws by every filter, and a thousand replays of one graph."""
 
+import math
+
 import pytest
 import torch
 from sampling_cases import assert_counted, kept_by_sort
 from test_sampling import FILTERS, IDS, one_row, probabilities
 
 from fused_softmax import sample
+from fused_softmax.ops.sampling import arrivals, reference
+from fused_softmax.ops.sampling.kernels import first
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -49,6 +53,48 @@ def test_ten_million_draws_are_distributed_as_the_row(kind, filters):
     counts = counts_of(row.cuda(), DRAWS, chunk, **filters)
     assert torch.cuda.max_memory_allocated() < 2**31  # a million draws at a time among them
     assert_counted(counts, probabilities(row, **filters))
+
+
+# Rows whose first arrivals nearly always fail, so that they are drawn from again and again.
+LONG = 2**18
+
+
+def one_of_a_plateau():
+    """A row of equals but for one, which has 10^-4 of the mass."""
+    row = torch.zeros(LONG)
+    row[LONG // 2 + 5] = math.log(1e-4 * (LONG - 1))
+    return row
+
+
+def ties():
+    return (torch.randn(LONG, generator=torch.Generator().manual_seed(SEED)) * 2).round()
+
+
+REJECTED = {
+    "two of many equals": (lambda: torch.zeros(LONG), {"top_p": 1.5 / LONG}),
+    "a tiny top-p": (one_of_a_plateau, {"top_p": 2e-4}),
+    "by count, of many equals": (lambda: torch.zeros(LONG), {"top_k": 65}),
+    "jointly, ties": (ties, {"top_k": 80, "top_p": 0.03, "order": "joint"}),
+    "min-p, ties": (ties, {"top_p": 0.02, "min_p": 0.3}),
+}
+
+
+@pytest.mark.parametrize("kind", REJECTED)
+def test_rows_whose_candidates_fail_are_drawn_from_right(kind, monkeypatch):
+    make, filters = REJECTED[kind]
+    row = make()
+    assert kept_by_sort(row, **filters)[1] > 2**-19
+    assert_counted(counts_of(row.cuda(), 500_000, 2_000, **filters), probabilities(row, **filters))
+    x, position = one_row(200, row.cuda()), torch.arange(200, device="cuda")
+    seed = torch.full_like(position, 7)
+    wanted = reference.sample(x, seed, position, **filters).tokens
+    found = sample(x, **filters, seed=seed, position=position).tokens
+    assert (found != wanted).sum() <= 1  # a draw in some million lies within float32's rounding
+    monkeypatch.setattr(arrivals, "RETRIES", 0)
+    assert (reference.sample(x, seed, position, **filters).tokens != wanted).sum() > 20  # so many were drawn again
+    if kind == "two of many equals":  # and some until their boundary was sought
+        monkeypatch.setattr(arrivals, "RETRIES", first.RETRIES.value - 1)
+        assert not torch.equal(reference.sample(x, seed, position, **filters).tokens, wanted)
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=IDS)
