@@ -15,12 +15,18 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
+import torch
+
 from fused_softmax.bench import simulated
 from fused_softmax.bench.catalog import OWN
 from fused_softmax.bench.results import record
 from fused_softmax.core.plan import H200, plan_rows
 from fused_softmax.ops.attention.hopper_bias import _DS_BYTES
 from fused_softmax.ops.losses import linear_by_rows
+from fused_softmax.ops.sampling import turns
+from fused_softmax.ops.sampling.launches import spec_of
+from fused_softmax.ops.sampling.options import Sampling
+from fused_softmax.ops.sampling.plan import plan_draws
 from fused_softmax.ranks import groups as distributed
 from fused_softmax.ranks.plan import plan_peers
 
@@ -197,6 +203,13 @@ def capped() -> float:
     (found,) = attended("attention_softcap", 2, 16, 4096, 256)
     (before,) = measured("attention", "a softcap took 873 forward")
     return float(found.numbers()[0]) / float(before.numbers()[0])
+
+
+def more_notes() -> float:
+    """KiB that a row of top-p has for kept columns."""
+    plan, options = plan_draws(8, 128256, 4, H200), Sampling(top_p=0.9)
+    alone, more = (spec_of(plan, options, -1, True, torch.float32, reports).scratch for reports in (False, True))
+    return (more - alone) * 8 / 2**10
 
 
 def gradients_beyond_cudnn(*operations: str) -> Source:
@@ -437,9 +450,11 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
     },
     "sample.md": {
         **{f"| {n} x {vocab} |": draws((each, n, vocab) for each in FILTERS) for n, vocab in DRAWS},
-        "**The memory of the kernels** beside": measured(
-            "sampling", "16 MiB of notes; drafts have 38 MiB, by top-p 59."
-        ),
+        "**The memory of the kernels** beside": [
+            computed("src/fused_softmax/ops/sampling/turns.py", more_notes, lambda: turns._MOST_BYTES / MI),
+            *measured("sampling", "16 MiB of notes; drafts have 38 MiB, by top-p 59."),
+            computed("src/fused_softmax/ops/sampling/turns.py", lambda: turns._MOST_BYTES / MI),
+        ],
         "top-p is the slowest": draws(("sample_top_p_peaked", n, 128256) for n in (8, 512)),
     },
     "softmax.md": {

@@ -52,8 +52,8 @@ ONE_IN = {
     "linear_log_prob_by_classes": 3, "linear_outputs": 4, "linear_probabilities": 3, "log_prob": 8, "log_prob_kept": 12,
     "logsumexp_gradients": 4, "loss_defects": 3, "loss_given_lse": 5, "losses_seams": 6, "modes": 6, "neg_bit": 4,
     "no_gradient": 6, "no_room": 3, "operators": 5, "out_overlaps": 4, "route": 10, "route_kernels": 24,
-    "sample_kernels": 18, "sampling": 4, "sampling_boundaries": 4, "sampling_filters": 3, "sampling_first": 3,
-    "sampling_gradients": 4, "sampling_options": 8, "sampling_penalties": 5, "sampling_rank": 4,
+    "sample_kernels": 18, "sampling": 4, "sampling_batches": 3, "sampling_boundaries": 4, "sampling_filters": 3,
+    "sampling_first": 3, "sampling_gradients": 4, "sampling_options": 8, "sampling_penalties": 5, "sampling_rank": 4,
     "sampling_speculative": 2, "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
 }  # fmt: skip
 

@@ -65,11 +65,28 @@ def assert_distributed(tokens: torch.Tensor, probs: torch.Tensor) -> None:
     """That tokens [n] are drawn from probs [n_cols], float64: chi-square within 5 of its deviations."""
     count = tokens.bincount(minlength=len(probs)).double()
     assert len(count) == len(probs)
+    chi, freedom = chi_square(count, probs, 5)
+    assert chi < freedom + 5 * math.sqrt(2 * freedom), (chi, freedom)
+
+
+def assert_counted(count: torch.Tensor, probs: torch.Tensor) -> None:
+    """That columns were drawn from probs [n_cols], float64, count [n_cols] times: of right draws one in 10^6 fails."""
+    chi, freedom = chi_square(count.cpu().double(), probs, 100)
+    chance = torch.special.gammaincc(*torch.tensor([freedom / 2, chi / 2], dtype=torch.float64))
+    assert chance > 1e-6, (chi, freedom)
+
+
+def chi_square(count: torch.Tensor, probs: torch.Tensor, least: int) -> tuple[float, int]:
+    """(chi-square, its degrees of freedom) of counts. Columns that are expected less than `least` times are one class.
+
+    That class joins the least of the others if all of it is expected less often still.
+    """
     assert not count[probs == 0].any()
-    expected = probs * len(tokens)
-    rare = expected < 5  # these together are one class
+    expected = probs * count.sum()
+    rare = expected < least
+    if 0 < expected[rare].sum() < least:
+        rare |= expected == expected[~rare].min()
     count = torch.cat([count[~rare], count[rare].sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     chi = ((count - expected).square() / expected.clamp(min=1e-9))[expected > 0].sum().item()
-    freedom = max(int((expected > 0).sum()) - 1, 1)
-    assert chi < freedom + 5 * math.sqrt(2 * freedom), (chi, freedom)
+    return chi, max(int((expected > 0).sum()) - 1, 1)

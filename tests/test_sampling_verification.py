@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from sampling_cases import BY_BOTH, BY_TORCH, assert_distributed, few
+from sampling_cases import BY_BOTH, BY_TORCH, assert_counted, assert_distributed, few
 
 from fused_softmax import sample, speculative_sample
 from fused_softmax.ops.sampling import turns
+from fused_softmax.ops.sampling.reference import judge
 
 V = 4
 FILTERS = [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.85}]
@@ -24,7 +25,7 @@ class Model:
     def after(self, *tokens):
         """[n, V] for tokens [n] each."""
         found = self.logits[len(tokens)]
-        return found[tokens] if tokens else found
+        return found.to(tokens[0].device)[tokens] if tokens else found
 
     def probs(self, **filters):
         """The distributions of tokens as filters leave them, float64."""
@@ -46,30 +47,30 @@ def drawn_of(logits, filters, seed):
     return sample(logits.contiguous(), **filters, seed=seed, position=torch.arange(len(logits)) + 1_000_000).tokens
 
 
-def chain_of(n, filters):
+def chain_of(n, filters, draw=drawn_of, device="cpu"):
     """(target logits, drafts, draft logits) of two drafts after each other."""
-    root = DRAFT.after().expand(n, V)
-    first = drawn_of(root, filters, 11)
-    second = drawn_of(DRAFT.after(first), filters, 12)
-    target = torch.stack([TARGET.after().expand(n, V), TARGET.after(first), TARGET.after(first, second)], 1)
+    root, of_root = (model.after().to(device).expand(n, V) for model in (DRAFT, TARGET))
+    first = draw(root, filters, 11)
+    second = draw(DRAFT.after(first), filters, 12)
+    target = torch.stack([of_root, TARGET.after(first), TARGET.after(first, second)], 1)
     return target, torch.stack([first, second], 1), torch.stack([root, DRAFT.after(first)], 1)
 
 
-def tree_of(n, filters):
+def tree_of(n, filters, draw=drawn_of, device="cpu"):
     """The same of TREE; rows of the draft whose token has no child are never read."""
-    nowhere = torch.full((n, V), math.nan)
-    root = DRAFT.after().expand(n, V)
-    c = [drawn_of(root, filters, 21), drawn_of(root, filters, 22)]
-    c += [drawn_of(DRAFT.after(c[parent]), filters, 23 + i) for i, parent in enumerate(TREE[2:])]
+    nowhere = torch.full((n, V), math.nan, device=device)
+    root, of_root = (model.after().to(device).expand(n, V) for model in (DRAFT, TARGET))
+    c = [draw(root, filters, 21), draw(root, filters, 22)]
+    c += [draw(DRAFT.after(c[parent]), filters, 23 + i) for i, parent in enumerate(TREE[2:])]
     rows = [TARGET.after(c[i]) if parent < 0 else TARGET.after(c[parent], c[i]) for i, parent in enumerate(TREE)]
     drafts = [root, DRAFT.after(c[0]), DRAFT.after(c[1]), nowhere, nowhere]
-    return torch.stack([TARGET.after().expand(n, V), *rows], 1), torch.stack(c, 1), torch.stack(drafts, 1)
+    return torch.stack([of_root, *rows], 1), torch.stack(c, 1), torch.stack(drafts, 1)
 
 
-def pairs_of(tokens, n_accepted, filters):
+def pairs_of(tokens, n_accepted, filters, draw=drawn_of):
     """The first two tokens, the second one drawn of the target where it is still to come."""
     first, second = tokens[:, 0], tokens[:, 1]
-    other = drawn_of(TARGET.after(first), filters, 31)
+    other = draw(TARGET.after(first), filters, 31)
     return first * V + torch.where(n_accepted > 0, second, other)
 
 
@@ -88,6 +89,14 @@ def acceptance(verify, p, q):
     a_1 = (p_0 / q_0).clamp(max=1.0).nan_to_num(0.0)
     a_2 = (a_1[:, None] * p_1 / q_1).clamp(max=1.0).nan_to_num(0.0)
     return ((q_0 * a_1).sum() + (q_0[:, None] * q_1 * a_2).sum()).item()
+
+
+def acceptance_of_two(p, q):
+    """How often one of two independent drafts of a row is accepted."""
+    first = torch.minimum(p, q).sum()
+    left = (p - q).clamp(min=0)
+    second = torch.minimum(left / left.sum(), q).sum() if left.sum() > 0 else torch.zeros(())
+    return (first + (1 - first) * second).item()
 
 
 @BY_TORCH
@@ -144,10 +153,7 @@ def test_pairs_of_tokens_of_a_tree_have_the_distribution_of_the_target(filters, 
     y = speculative_sample(target, tokens, draft, **filters, verify="tree", parents=parents, seed=4)
     assert y.valid.all()
     assert_distributed(pairs_of(y.tokens, y.n_accepted, filters), (p[0][:, None] * p[1]).flatten())
-    first = torch.minimum(p[0], q[0])
-    left = (p[0] - q[0]).clamp(min=0)
-    second = torch.minimum(left / left.sum(), q[0]).sum() if left.sum() > 0 else torch.zeros(())
-    mean_is(y.n_accepted > 0, (first.sum() + (1 - first.sum()) * second).item())
+    mean_is(y.n_accepted > 0, acceptance_of_two(p[0], q[0]))
     for nodes, mine, n_accepted, row in zip(y.nodes[:200], y.tokens[:200], y.n_accepted[:200], tokens, strict=False):
         path = nodes[:n_accepted].tolist()
         assert nodes[n_accepted:].eq(-1).all()
@@ -385,3 +391,33 @@ def test_it_is_compiled_whole(told, device):
     wanted = call(target, tokens, parents)
     assert all(torch.equal(a, b) for a, b in zip(compiled[:3], wanted[:3], strict=True))
     assert torch.equal(compiled.nodes, wanted.nodes)
+
+
+def drawn_by_torch(logits, filters, _seed):
+    """As drawn_of, by nothing that is tested here."""
+    given = (filters.get(name) for name in ("top_k", "top_p", "min_p"))
+    probs = judge(logits, filters.get("temperature", 1.0), *given, joint=False).probs
+    return torch.multinomial(probs, 1).squeeze(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("verify", ["chain", "block", "tree"])
+def test_pairs_of_tokens_by_kernels_have_the_distribution_of_the_target(verify, filters, device):
+    n, chunk = 4_000_000, 10_000  # of which top-p notes 8 GB
+    make, options = (tree_of, {"parents": TREE}) if verify == "tree" else (chain_of, {})
+    p, q = TARGET.probs(**filters), DRAFT.probs(**filters)
+    counts, n_accepted = torch.zeros(V * V, dtype=torch.int64, device=device), []
+    for start in range(0, n, chunk):
+        target, tokens, draft = make(chunk, filters, drawn_by_torch, device)
+        position = torch.arange(start, start + chunk, device=device) * target.shape[1]
+        y = speculative_sample(target, tokens, draft, **filters, verify=verify, **options, seed=4, position=position)
+        assert y.valid.all()
+        counts += pairs_of(y.tokens, y.n_accepted, filters, drawn_by_torch).bincount(minlength=V * V)
+        n_accepted.append(y.n_accepted)
+    assert_counted(counts, (p[0][:, None] * p[1]).flatten())
+    n_accepted = torch.cat(n_accepted)
+    if verify == "tree":
+        mean_is(n_accepted > 0, acceptance_of_two(p[0], q[0]))
+    else:
+        mean_is(n_accepted, acceptance(verify, p, q))

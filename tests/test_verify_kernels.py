@@ -8,7 +8,7 @@ from products import pairwise
 from sampling_cases import few, hard_rows
 
 import fused_softmax
-from fused_softmax import explain, speculative_sample
+from fused_softmax import explain, sample, speculative_sample
 from fused_softmax.core import calls
 from fused_softmax.ops.sampling import judged, reference, speculative, verification
 
@@ -16,6 +16,7 @@ FILTERS = [
     {}, {"temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 5}, {"top_k": 90}, {"top_p": 0.8},
     {"top_k": 50, "top_p": 0.9, "min_p": 0.02}, {"top_k": 60, "top_p": 0.7, "order": "joint"},
 ]  # fmt: skip
+MIB = 2**20
 PARENTS = {2: [-1, -1], 3: [-1, 0, 0], 5: [-1, -1, 0, 1, 0]}
 
 
@@ -265,27 +266,60 @@ def test_long_rows_are_masked_as_by_torch(mask, device):
         assert apart.sum() <= 4  # columns at a boundary that float32's sums move
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["top_k", "top_p"])
-def test_masks_take_little_memory_beside_the_result(name, device):
-    x = torch.randn(512, 151936, device=device, dtype=torch.bfloat16)
-    call = lambda: getattr(fused_softmax, f"{name}_mask_logits")(x, 100 if name == "top_k" else 0.9)  # noqa: E731
+def memory_of(call):
+    """The bytes that a second call has allocated at most, with its result; the allocator rounds each up by 1 MiB."""
     call()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     call()
-    assert torch.cuda.max_memory_allocated() - before < x.numel() * x.element_size() + 20 * 2**20
+    return torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.gpu
-def test_they_take_no_memory_of_the_vocabulary(device):
-    target, draft, tokens = rows_of(64, 4, 50_000, torch.bfloat16, device)
-    for options in ({"verify": "chain"}, {"verify": "block"}, {"verify": "tree", "parents": [-1, 0, 1, 2]}):
-        speculative_sample(target, tokens, draft, **options, seed=1)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        speculative_sample(target, tokens, draft, **options, seed=1)
-        assert torch.cuda.max_memory_allocated() - before < 16 * 2**20
+@pytest.mark.parametrize(("name", "number"), [("top_k", 100), ("top_p", 0.9), ("min_p", 0.05)])
+def test_masks_take_little_memory_beside_the_result(name, number, device):
+    x = torch.randn(512, 151936, device=device, dtype=torch.bfloat16)
+    mask = getattr(fused_softmax, f"{name}_mask_logits")
+    assert memory_of(lambda: mask(x, number)) < x.nbytes + (16 + 2) * MIB
+
+
+@pytest.mark.gpu
+def test_renormalised_probabilities_take_bounded_memory(device):
+    """Of torch's operations, which take some rows at a time."""
+    x = torch.randn(256, 151936, device=device).softmax(1)
+    assert memory_of(lambda: fused_softmax.top_p_renorm_probs(x, 0.9)) < x.nbytes + (512 + 16) * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_ids", [2000, 40_000], ids=["of ids", "of blocks"])
+def test_penalties_take_no_memory_beside_the_result(n_ids, device):
+    x = torch.randn(256, 151936, device=device, dtype=torch.bfloat16)
+    ids = torch.randint(151936, (256, n_ids), device=device)
+    assert memory_of(lambda: fused_softmax.penalize(x, ids, 1.1, frequency=0.2)) < x.nbytes + 2 * MIB
+    assert memory_of(lambda: fused_softmax.penalize(x, ids, 1.1, frequency=0.2, out=x)) < MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("logprobs", [None, "raw", "processed"])
+def test_a_step_takes_a_copy_and_notes(logprobs, device):
+    """Rows in float32 as they are penalized, and less than a byte a column beside them."""
+    n, n_cols = 64, 151936
+    x = torch.randn(n, n_cols, device=device, dtype=torch.bfloat16)
+    ids, bits = torch.randint(n_cols, (n, 2000), device=device), torch.full((n, n_cols // 32), -1, device=device).int()
+    given = {"logit_bias": torch.zeros(n_cols, device=device), "bitmask": bits, "token_ids": ids, "repetition": 1.1}
+    asked = {"return_logprobs": logprobs, "top_logprobs": 5 if logprobs else 0}
+    call = lambda: sample(x, 0.7, top_p=0.9, **given, **asked, seed=1)  # noqa: E731
+    assert memory_of(call) < (4 + 1) * x.numel() + 3 * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("filters", "notes"), [({"temperature": 0.8}, 38), ({"top_p": 0.9}, 59)], ids=str)
+@pytest.mark.parametrize("verify", ["chain", "block", "tree"])
+def test_they_take_no_memory_of_the_vocabulary(verify, filters, notes, device):
+    target, draft, tokens = rows_of(64, 4, 151936, torch.bfloat16, device)
+    options = {"verify": verify} | ({"parents": [-1, 0, 1, 2]} if verify == "tree" else {})
+    call = lambda: speculative_sample(target, tokens, draft, **filters, **options, seed=1)  # noqa: E731
+    assert memory_of(call) < (notes + 3) * MIB
 
 
 @pytest.mark.gpu

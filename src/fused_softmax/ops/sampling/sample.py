@@ -97,8 +97,9 @@ def sample(
     graph. In compiled and exported programs it is one operator, which takes no generator.
 
     Tokens have no gradient. Log-probabilities have those of the logits, of logit_bias and of tensors of temperatures
-    and penalties, for the columns that filters keep; torch's operations then compute them, which takes a float32 copy
-    of the logits. With a group they have none, and a backward pass raises.
+    and penalties, for the columns that filters keep; torch's log_softmax then computes them, which takes a float32 copy
+    of the logits, and their last bits differ from those without a gradient. With a group they have none, and a backward
+    pass raises. Without a gradient the kernels give a row's log-probabilities the same bits in any batch.
 
     logits: [n_rows, vocab], float32, float16 or bfloat16, at any strides.
     temperature: the logits are divided by it; 0 takes the greatest logit, of equals the lowest column.
