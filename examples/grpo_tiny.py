@@ -7,8 +7,9 @@ call in the model's forward pass. Without TRL, a step of GRPO that is written he
 log_softmax.
 
 It prints the first and the last reward of each run and its seconds, and of one batch the milliseconds and the most
-memory of both passes through the model, and how far the results are apart. Both runs begin with the same weights and
-random numbers, so the curves should coincide. It takes about 9 s on two CPU cores.
+memory of both passes through the model, and how far the results are apart. Then it prints the losses of both runs side
+by side. Both runs begin with the same weights and random numbers, so losses and curves should coincide. It takes about
+9 s on two CPU cores.
 
     python examples/grpo_tiny.py -o grpo_tiny.png
     python examples/grpo_tiny.py --vocab 151936 --hidden 1024 --length 256 --dtype bfloat16 -o grpo_gpu.png   # on a GPU
@@ -48,13 +49,15 @@ Score = Callable[[Any, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass
 class Run:
-    """rewards: the mean one of every step. seconds: of all steps. ms, peak_bytes, found: of both passes of one batch.
+    """rewards: the mean one of every step. losses: of every step. seconds: of all steps.
 
+    ms, peak_bytes, found: of both passes of one batch.
     found: (log-probabilities, entropies, the gradient of the head's weight).
     """
 
     name: str
     rewards: list[float]
+    losses: list[float]
     seconds: float
     ms: float
     peak_bytes: int
@@ -119,7 +122,7 @@ def measure(name: str, score: Score, model: Any, given: argparse.Namespace) -> R
     else:
         peak = peak_on_cpu(both_passes)
     model.zero_grad()
-    return Run(name, [], 0.0, min(seconds) * 1e3, peak, found)
+    return Run(name, [], [], 0.0, min(seconds) * 1e3, peak, found)
 
 
 def by_hand(name: str, score: Score, given: argparse.Namespace) -> Run:
@@ -141,11 +144,13 @@ def by_hand(name: str, score: Score, given: argparse.Namespace) -> Run:
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
         log_probs, entropies = score(model, tokens, torch.ones_like(tokens), length)
         ratios = (log_probs - log_probs.detach()).exp()
-        (-(ratios * advantages).mean() - OF_ENTROPY * entropies.mean()).backward()
+        loss = -(ratios * advantages).mean() - OF_ENTROPY * entropies.mean()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         run.rewards.append(rewards.mean().item())
+        run.losses.append(loss.item())
     run.seconds = time.perf_counter() - start
     return run
 
@@ -209,7 +214,8 @@ def by_trl(name: str, given: argparse.Namespace) -> Run:
         start = time.perf_counter()
         trainer.train()
         run.seconds = time.perf_counter() - start
-        run.rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+        steps = [line for line in trainer.state.log_history if "reward" in line]
+        run.rewards, run.losses = ([line[name] for line in steps] for name in ("reward", "loss"))
     return run
 
 
@@ -248,6 +254,12 @@ def main(arguments: list[str] | None = None) -> list[Run]:
         print(f"{run.name}: {trained}; a batch {run.ms:.1f} ms, {run.peak_bytes / 2**20:.1f} MiB at most")
     apart = [f"{(a.float() - b.float()).abs().max():.2g}" for a, b in zip(runs[0].found, runs[1].found, strict=True)]
     print("at most apart: log-probabilities {}, entropies {}, gradients of the head {}".format(*apart))
+    both = [run.name.partition(":")[0] for run in runs]
+    for what, step in (("first", 0), ("last", -1)):
+        losses = ", ".join(f"{name} {run.losses[step]:.5f}" for name, run in zip(both, runs, strict=True))
+        print(f"loss of the {what} step: {losses}")
+    differences = (abs(a - b) for a, b in zip(runs[0].losses, runs[1].losses, strict=True))
+    print(f"losses at most {max(differences):.2g} apart")
     draw(runs, given.out, given.device != "cpu")
     print(f"wrote {given.out.name}")
     return runs

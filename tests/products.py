@@ -54,7 +54,7 @@ ONE_IN = {
     "no_gradient": 6, "no_room": 3, "operators": 5, "out_overlaps": 4, "route": 10, "route_kernels": 24,
     "sample_kernels": 18, "sampling": 4, "sampling_batches": 3, "sampling_boundaries": 4, "sampling_filters": 3,
     "sampling_first": 3, "sampling_gradients": 4, "sampling_options": 8, "sampling_penalties": 5, "sampling_rank": 4,
-    "sampling_speculative": 2, "scores": 8, "shelf": 2, "sink": 3, "softmax": 8, "whole_losses": 5,
+    "sampling_speculative": 2, "scores": 8, "shelf": 2, "shuffled_rows": 3, "sink": 3, "softmax": 8, "whole_losses": 5,
 }  # fmt: skip
 
 # A product of more cases than these is sampled first.

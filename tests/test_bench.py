@@ -329,7 +329,7 @@ def test_of_a_layers_log_probabilities_both_gradients_of_both_results_are_judged
         assert judge.complaint(y, judge.allowed(own=False))[0].startswith("largest error")
 
 
-def test_of_two_layers_the_students_gradients_are_judged(monkeypatch):
+def test_of_two_layers_the_students_gradients_are_judged():
     case = sample("linear_divergence")
     given = check.inputs(case, 1, "cpu", seed=0)[0]
     judge = check.Judge(case, given)
@@ -343,14 +343,6 @@ def test_of_two_layers_the_students_gradients_are_judged(monkeypatch):
     ):
         y = layers.divergence_gradient(wrong)(case)(*given)
         assert judge.complaint(y, judge.allowed(own=False))[0].startswith("largest error")
-    module = ModuleType("liger_kernel.transformers.functional")
-    module.liger_fused_linear_jsd = layers.jsd
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert catalog.PEERS["linear_divergence"] == ("liger",)
-    liger = OPERATIONS["linear_divergence"].providers["liger"](case)
-    assert check.verdict(judge, liger, own=False)[0] == ""
 
 
 def put_modules(monkeypatch, stand_ins):
@@ -413,6 +405,58 @@ def test_calls_of_other_projects_log_probabilities_are_judged_as_ours(name, stan
     peers = set(catalog.PEERS[name]) - catalog.VARIANTS
     assert peers == {"trl", "verl", *(["liger"] if name == "linear_log_prob" else [])}
     for peer in peers:
+        assert check.verdict(judge, OPERATIONS[name].providers[peer](case), own=False)[0] == "", peer
+
+
+class OfTRL:
+    """Has GKDTrainer's function and ChunkedDivergenceFunction's, of torch's operations."""
+
+    @staticmethod
+    def generalized_jsd_loss(x, y, beta, reduction):
+        return losses.divergence_by_torch(x, y, {0.0: "kl", 1.0: "reverse_kl", 0.5: "jsd"}[beta], reduction)
+
+    @staticmethod
+    def apply(x, w, bias, h, v, target_bias, beta):
+        assert (bias, target_bias, beta) == (None, None, 0.5)
+        x, y = torch.nn.functional.linear(x, w), torch.nn.functional.linear(h, v)
+        return losses.divergence_by_torch(x, y, "jsd", "none").sum(-1), None
+
+
+class OfLiger:
+    """Its functions, which take logarithms, and of tvd probabilities, of float32."""
+
+    @staticmethod
+    def liger_kl_div(log_q, log_t, reduction, log_target):
+        return torch.nn.functional.kl_div(log_q, log_t, reduction=reduction, log_target=log_target)
+
+    @staticmethod
+    def liger_jsd(log_q, log_t, beta):
+        assert log_q.dtype == log_t.dtype == torch.float32
+        return losses.divergence_by_torch(log_q, log_t, {1.0: "reverse_kl", 0.5: "jsd"}[beta])
+
+    @staticmethod
+    def liger_tvd(q, t, reduction):
+        assert reduction == "batchmean"
+        return losses.divergence_by_torch(q.log(), t.log(), "tvd")
+
+    liger_fused_linear_jsd = staticmethod(layers.jsd)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "divergence" in name])
+def test_calls_of_other_projects_divergences_are_judged_as_ours(name, dtype, monkeypatch):
+    """TRL has no tvd, and Liger's losses of logits are scalars."""
+    put_modules(monkeypatch, {
+        "trl.experimental.gkd.gkd_trainer": {"GKDTrainer": OfTRL},
+        "trl.trainer.distillation_trainer": {"ChunkedDivergenceFunction": OfTRL},
+        "liger_kernel.transformers": {"functional": OfLiger},
+        "liger_kernel.transformers.functional": {"liger_fused_linear_jsd": layers.jsd},
+    })  # fmt: skip
+    case = sample(name, dtype=dtype)
+    judge = check.Judge(case, check.inputs(case, 1, "cpu", seed=0)[0])
+    peers = {"trl": "tvd" not in name, "liger": name.endswith("_gradient") or "linear" in name}
+    assert set(catalog.PEERS[name]) == {peer for peer, has in peers.items() if has}
+    for peer in catalog.PEERS[name]:
         assert check.verdict(judge, OPERATIONS[name].providers[peer](case), own=False)[0] == "", peer
 
 

@@ -164,6 +164,12 @@ def test_rows_of_several_parts(kind, n_classes, dtypes, target_is, device):
     assert_right(x, given_as(y, target_is), kind=kind, target_is=target_is, temperature=temperature)
 
 
+@every_kind
+def test_an_odd_vocabulary_of_many_parts(kind, device):
+    x, y = pair(2, 151937, BF16, FP32, device)
+    assert_right(x, y, kind=kind, temperature=0.8)
+
+
 # Rows that are hard.
 
 

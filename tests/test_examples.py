@@ -351,6 +351,8 @@ def test_rewards_rise_alike_with_our_log_probabilities(by, grpo_tiny, device, tm
     theirs, ours = grpo_tiny.main(["--steps", "3", *REWARDED, "--device", device, "-o", str(out)])
     assert len(theirs.rewards) == len(ours.rewards) == 3
     assert theirs.rewards == pytest.approx(ours.rewards, abs=1e-3)
+    assert theirs.losses == pytest.approx(ours.losses, abs=1e-4)
+    assert len(set(ours.losses)) == 3
     for a, b in zip(theirs.found, ours.found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert all(run.peak_bytes > 0 for run in (theirs, ours))
@@ -359,6 +361,8 @@ def test_rewards_rise_alike_with_our_log_probabilities(by, grpo_tiny, device, tm
     assert ("TRL is not installed" in said) == (by == "hand")
     assert said.count("in 3 steps") == 2
     assert "at most apart: log-probabilities" in said
+    who = "torch" if by == "hand" else "TRL"
+    assert f"loss of the last step: {who} {theirs.losses[-1]:.5f}, fused_softmax {ours.losses[-1]:.5f}" in said
 
 
 def test_a_graph_learns_whom_to_believe(graph_attention, device, monkeypatch):
@@ -559,7 +563,7 @@ def test_an_example_says_how_long_it_takes(name):
 
 
 def without_numbers(line):
-    return re.sub(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", "N", re.sub(r"\[[\d, ]*\]", "[]", line))
+    return re.sub(r"(?:(?<= )-)?\d+(?:\.\d+)?(?:e[+-]?\d+)?", "N", re.sub(r"\[[\d, ]*\]", "[]", line))
 
 
 @pytest.mark.parametrize("name", FEW)

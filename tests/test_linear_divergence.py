@@ -87,6 +87,20 @@ def test_values_and_gradients(kind, reduction, chunk_size):
         assert (ours.double() - exact).norm() <= 2e-5 * exact.norm()
 
 
+@pytest.mark.parametrize("n_classes", [50257, 151937])
+@pytest.mark.parametrize("kind", KINDS)
+def test_vocabularies_of_today(kind, n_classes):
+    student, teacher = layers(classes=n_classes)
+    student, teacher = [student[0][:2], student[1], None], [teacher[0][:2], teacher[1], None]
+    x, w, _ = require_grad(student)
+    y = linear_divergence(x, w, *teacher[:2], kind=kind, chunk_size=1, temperature=1.5)
+    wanted, of = truth(kind, student, teacher, None, "mean")
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-6)
+    near = 5e-4 if kind == "tvd" else 2e-5  # where both probabilities are almost equal, rounding decides the sign
+    for ours, exact in zip(torch.autograd.grad(y, [x, w]), torch.autograd.grad(wanted, of[:2]), strict=True):
+        assert (ours.double() - exact).norm() <= near * exact.norm()
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_sixteen_bits(dtype, reduction):
@@ -172,6 +186,27 @@ def test_second_derivatives(reduction):
         found.append(torch.autograd.grad(sum(each.square().sum() for each in first), inputs))
     for ours, exact in zip(*found, strict=True):
         assert (ours.double() - exact).norm() < 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_first_and_second_derivatives_of_float64(kind, reduction):
+    """Which torch's operations compute: the kernels' second derivatives are compared with float64 above."""
+    student, teacher = layers(torch.float64, bias=True, classes=5)
+    student = require_grad([student[0][:3], *student[1:]])
+    weight = torch.tensor([0.5, 0.0, 2.0], **WHERE)
+
+    def call(x, w, bias):
+        return linear_divergence(
+            x, w, teacher[0][:3], teacher[1], linear_bias=bias, target_bias=teacher[2], kind=kind, beta=0.3,
+            temperature=1.5, softcap=4.0, weight=weight, reduction=reduction, chunk_size=2,
+        )  # fmt: skip
+
+    with explain() as calls:
+        call(*student)
+    assert calls[0].route == "composed"
+    assert torch.autograd.gradcheck(call, student, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, student, fast_mode=True)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

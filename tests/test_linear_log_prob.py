@@ -79,6 +79,23 @@ def test_results_and_gradients(dtypes, logits, chunk_size, accumulate, k, biased
             torch.testing.assert_close(ours.double(), truth, rtol=rough, atol=4 * rough)
 
 
+@pytest.mark.parametrize("n_classes", [50257, 151937])
+@pytest.mark.parametrize("logits", ["keep", "recompute"])
+def test_vocabularies_of_today(n_classes, logits, device):
+    generator = torch.Generator().manual_seed(0)
+    x, w = given = [torch.randn(n, 4, generator=generator).to(device).requires_grad_() for n in (2, n_classes)]
+    exact = [each.detach().double().requires_grad_() for each in given]
+    target = torch.tensor([n_classes - 1, 7], device=device)
+    found = linear_log_prob(x, w, target, return_entropy=True, logits=logits, chunk_size=1)[:2]
+    expected = formula(*exact, None, target)[:2]
+    incoming = [torch.tensor(each, dtype=FP64, device=device) for each in ([1.0, -2.0], [0.5, 3.0])]
+    truths = torch.autograd.grad(expected, exact, incoming)
+    gradients = torch.autograd.grad(found, given, [each.float() for each in incoming])
+    near = 1e-6, 1e-6, 4e-4, 2e-6  # the input's gradient is one float32 sum over all classes, which torch makes
+    for ours, truth, most in zip((*found, *gradients), (*expected, *truths), near, strict=True):
+        assert (ours.double() - truth).norm() <= most * truth.norm()
+
+
 def test_logits_are_kept_or_made_again(device, monkeypatch):
     """Three products or four; one without a gradient costs none."""
     products, mm = [], torch.mm

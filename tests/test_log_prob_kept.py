@@ -169,6 +169,14 @@ def test_rows_of_several_parts(n_classes, way, inplace, device):
     assert_right(peaked(3, n_classes).to(BF16).to(device), t, columns, way, inplace=inplace, temperature=0.8)
 
 
+@every_way
+@pytest.mark.parametrize("n_classes", [50257, 151937])
+def test_vocabularies_of_today(n_classes, way, device):
+    columns = torch.rand(3, n_classes, generator=torch.Generator().manual_seed(1)).to(device) < 0.01
+    columns[:, 0], columns[1:, -1], columns[2, 1:-1] = True, True, False
+    assert_right(peaked(3, n_classes).to(BF16).to(device), any_targets(columns, 3), columns, way)
+
+
 @pairwise()
 @every_way
 @pytest.mark.parametrize("n_classes", [33, 613, 616])

@@ -3,7 +3,8 @@
 CHECKOUTS is a folder with a git checkout of each project, or a bare clone, by its repository's name: quack,
 Liger-Kernel. A suite's test files are those of its HEAD, or of the tag that the table names. They are laid out
 unchanged in a temporary folder beside a shim, which has this package under the project's import names, and pytest runs
-there by several workers. A suite whose checkout or files are missing is absent.
+there by several workers. A suite whose checkout or files are missing is absent. `trl_applied` needs TRL itself, of the
+version whose tests it runs.
 
 Prints a row for each suite and its first failures, and writes peers.json: of each suite how many cases it collected,
 how many passed, failed, were skipped or not run, and the id and last line of each failure. The exit status is 1 if a
@@ -101,7 +102,15 @@ SUITES = {
         ),
         "attorch", workers=4,
     ),
-    "trl": Suite("huggingface/trl", ("tests/__init__.py", "tests/test_kernels.py"), "trl"),
+    "trl": Suite("huggingface/trl", ("tests/__init__.py", "tests/test_kernels.py"), "trl", commit="v1.16.0"),
+    "trl_applied": Suite(
+        "huggingface/trl",
+        (
+            "tests/__init__.py", "tests/testing_utils.py", "tests/test_utils.py", "tests/experimental/__init__.py",
+            "tests/experimental/test_gkd_trainer.py",
+        ),
+        "trl_applied", arguments=("tests", "-k", "TestSelectiveLogSoftmax or TestGeneralizedJSDLoss"), commit="v1.16.0",
+    ),
     # The last tag that has a softmax in Triton.
     "xformers": Suite(
         "facebookresearch/xformers", ("tests/test_triton_softmax.py",), "xformers", workers=4, commit="v0.0.26",

@@ -20,6 +20,15 @@ from fused_softmax.bench.entries.segment_kinds import TITLES as TITLES_OF_SEGMEN
 OWN, TORCH, COMPILED = "fused_softmax", "torch", "torch.compile"  # which every operation has
 ONE_GPU = "one GPU"  # beside the ranks of a group
 
+# The kind of each operation of two models' logits.
+DIVERGENCES = {
+    "divergence": "kl",
+    "divergence_reverse_kl": "reverse_kl",
+    "divergence_jsd": "jsd",
+    "divergence_tvd": "tvd",
+}
+_PASSES = {"": "", "_gradient": ", gradient"}
+
 # Each with its title, in the order in which a report has them.
 OPERATIONS = {
     "softmax": "softmax",
@@ -37,8 +46,7 @@ OPERATIONS = {
     "log_prob": "log_prob with entropy",
     "log_prob_gradient": "log_prob with entropy, gradient",
     "linear_log_prob": "linear_log_prob with entropy, gradient",
-    "divergence": "divergence, kl",
-    "divergence_gradient": "divergence, kl, gradient",
+    **{f"{name}{end}": f"divergence, {kind}{of}" for name, kind in DIVERGENCES.items() for end, of in _PASSES.items()},
     "linear_divergence": "linear_divergence, jsd, gradient",
     "sample": "sample",
     "sample_greedy": "sample, the greatest",
@@ -143,6 +151,16 @@ def _segments(maker: Maker, **facts: Any) -> dict[str, Maker]:
     return {name: maker for name, kind in SEGMENTS.items() if all(getattr(kind, k) == v for k, v in facts.items())}
 
 
+def _by_trl(betas: Mapping[str, float]) -> dict[str, Maker]:
+    """The divergences that TRL's generalized JSD is, by its beta."""
+    passes = {"": False, "_gradient": True}
+    return {
+        f"{name}{end}": by("losses.trl_divergence", beta=beta, gradient=gradient)
+        for name, beta in betas.items()
+        for end, gradient in passes.items()
+    }
+
+
 def _over_ranks(maker: Maker) -> dict[str, Maker]:
     return dict.fromkeys(("softmax", "cross_entropy_gradient", "linear_cross_entropy"), maker)
 
@@ -217,7 +235,7 @@ PROVIDERS = (
             "softmax_backward": by("softmaxes.liger_backward"),
             "linear_cross_entropy": by("layers.liger"),
             "linear_log_prob": by("layers.liger_log_prob"),
-            "divergence_gradient": by("losses.liger_kl"),
+            **{f"{name}_gradient": by("losses.liger_divergence", kind=kind) for name, kind in DIVERGENCES.items()},
             "linear_divergence": by("layers.liger_jsd"),
         },
         over_ranks={"cross_entropy_gradient": by("shards.liger")},
@@ -257,6 +275,8 @@ PROVIDERS = (
             "log_prob": by("losses.trl"),
             "log_prob_gradient": by("losses.trl", gradient=True),
             "linear_log_prob": by("layers.trl"),
+            **_by_trl({"divergence": 0.0, "divergence_reverse_kl": 1.0, "divergence_jsd": 0.5}),
+            "linear_divergence": by("layers.trl_jsd"),
         },
         steps={"step_grpo": by("steps.trl")},
         needs_gpu=True,

@@ -197,7 +197,16 @@ OPERATORS = (
         gradient=divergence_rules.divergence_gradient,
         public=divergence,
         reference=losses_reference.divergence,
-        bench=("divergence", "divergence_gradient"),
+        bench=(
+            "divergence",
+            "divergence_gradient",
+            "divergence_reverse_kl",
+            "divergence_reverse_kl_gradient",
+            "divergence_jsd",
+            "divergence_jsd_gradient",
+            "divergence_tvd",
+            "divergence_tvd_gradient",
+        ),
     ),
     Operator(
         name="divergence_backward",

@@ -10,7 +10,13 @@ from torch import Tensor
 from fused_softmax import linear_cross_entropy, linear_divergence, linear_log_prob
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling
-from fused_softmax.bench.entries.losses import eager_log_prob, log_prob_gradient_formula, loss_gradient_formula
+from fused_softmax.bench.entries.losses import (
+    divergence_by_torch,
+    divergence_gradient_formula,
+    eager_log_prob,
+    log_prob_gradient_formula,
+    loss_gradient_formula,
+)
 from fused_softmax.bench.entries.makers import Call, Maker, without_init
 from fused_softmax.bench.entries.operation import Inputs, Operation, widest
 
@@ -174,20 +180,14 @@ def divergence_gradient(function: Call) -> Maker:
 
 
 def jsd(x: Tensor, w: Tensor, h: Tensor, v: Tensor) -> Tensor:
-    log_q, log_t = (torch.log_softmax(torch.nn.functional.linear(*each).float(), -1) for each in ((x, w), (h, v)))
-    log_m = torch.logaddexp(log_q, log_t) - math.log(2.0)
-    of_q, of_t = (
-        torch.nn.functional.kl_div(log_m, each, reduction="batchmean", log_target=True) for each in (log_q, log_t)
-    )
-    return (of_q + of_t) / 2
+    return divergence_by_torch(torch.nn.functional.linear(x, w), torch.nn.functional.linear(h, v), "jsd")
 
 
 def jsd_formula(case: Case) -> Call:
+    of_logits = divergence_gradient_formula("jsd")(Case((case.shape[0], case.n_cols)))
+
     def call(x, w, h, v):
-        log_q, log_t = (torch.log_softmax(a @ b.t(), -1, dtype=widest(x)) for a, b in ((x, w), (h, v)))
-        q = log_q.exp()
-        slope = (log_q - torch.logaddexp(log_q, log_t) + math.log(2.0)) / (2 * len(x))
-        dlogits = (q * (slope - (q * slope).sum(-1, keepdim=True))).to(x.dtype)
+        dlogits = of_logits(x @ w.t(), h @ v.t())
         return with_sum(dlogits @ w, dlogits.t() @ x)
 
     return call
@@ -203,6 +203,16 @@ def liger_jsd(case: Case) -> Call:
     from liger_kernel.transformers.functional import liger_fused_linear_jsd
 
     return divergence_gradient(liger_fused_linear_jsd)(case)
+
+
+def trl_jsd(case: Case) -> Call:
+    """It computes the student's entropies too."""
+    from trl.trainer.distillation_trainer import ChunkedDivergenceFunction
+
+    beta = 0.5
+    return divergence_gradient(
+        lambda x, w, h, v: ChunkedDivergenceFunction.apply(x, w, None, h, v, None, beta)[0].mean()
+    )(case)
 
 
 ENTRIES = {

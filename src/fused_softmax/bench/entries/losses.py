@@ -1,12 +1,15 @@
 """Losses of rows of logits as they are measured, and their gradients."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fused_softmax import cross_entropy, divergence, log_prob
 from fused_softmax.bench.cases import Case
+from fused_softmax.bench.catalog import DIVERGENCES
 from fused_softmax.bench.entries import ceiling
 from fused_softmax.bench.entries.makers import Call, Maker, without_init
 from fused_softmax.bench.entries.operation import Inputs, Operation, logits, widest
@@ -93,38 +96,86 @@ def with_teacher(case: Case, generator: torch.Generator) -> Inputs:
     return logits(case, generator), logits(case, generator)
 
 
-def divergences_formula(case: Case) -> Call:
+def divergences_formula(kind: str) -> Maker:
     def call(x, y):
         log_q, log_t = (torch.log_softmax(each, -1, dtype=widest(x)) for each in (x, y))
-        return (log_t.exp() * (log_t - log_q)).sum(-1)
+        if kind == "kl":
+            return (log_t.exp() * (log_t - log_q)).sum(-1)
+        if kind == "reverse_kl":
+            return (log_q.exp() * (log_q - log_t)).sum(-1)
+        if kind == "tvd":
+            return (log_q.exp() - log_t.exp()).abs().sum(-1) / 2
+        log_m = torch.logaddexp(log_q, log_t) - math.log(2.0)
+        return (log_q.exp() * (log_q - log_m) + log_t.exp() * (log_t - log_m)).sum(-1) / 2
 
-    return call
+    return lambda case: call
 
 
-def kl_by_torch(x, y, reduction: str = "batchmean"):
+def divergence_by_torch(x: Tensor, y: Tensor, kind: str, reduction: str = "batchmean") -> Tensor:
+    """As distillation computes it of torch's operations, in float32."""
     log_q, log_t = (torch.log_softmax(each, -1, dtype=torch.float32) for each in (x, y))
-    return torch.nn.functional.kl_div(log_q, log_t, reduction=reduction, log_target=True)
+    kl_div = partial(torch.nn.functional.kl_div, reduction=reduction, log_target=True)
+    if kind == "kl":
+        return kl_div(log_q, log_t)
+    if kind == "reverse_kl":
+        return kl_div(log_t, log_q)
+    if kind == "tvd":
+        apart = (log_q.exp() - log_t.exp()).abs() / 2
+        return apart if reduction == "none" else apart.sum() / len(x)
+    log_m = torch.logaddexp(log_q, log_t) - math.log(2.0)
+    return (kl_div(log_m, log_q) + kl_div(log_m, log_t)) / 2
 
 
-def divergence_gradient_formula(case: Case) -> Call:
+def divergence_gradient_formula(kind: str) -> Maker:
+    def make(case: Case) -> Call:
+        def call(x, y):
+            if kind == "kl":
+                q, t = (torch.softmax(each, -1, dtype=widest(x)) for each in (x, y))
+                return ((q - t) / case.n_rows).to(x.dtype)
+            log_q, log_t = (torch.log_softmax(each, -1, dtype=widest(x)) for each in (x, y))
+            q = log_q.exp()
+            if kind == "reverse_kl":
+                slope = log_q - log_t
+            elif kind == "jsd":
+                slope = (log_q - torch.logaddexp(log_q, log_t) + math.log(2.0)) / 2
+            else:
+                slope = torch.sign(q - log_t.exp()) / 2
+            return (q * (slope - (q * slope).sum(-1, keepdim=True)) / case.n_rows).to(x.dtype)
+
+        return call
+
+    return make
+
+
+def liger_divergence(case: Case, kind: str) -> Call:
+    """Its losses take log-probabilities, or of tvd probabilities, which torch makes in float32."""
+    from liger_kernel.transformers import functional as liger
+
+    of_tvd = partial(liger.liger_tvd, reduction="batchmean")
+    of_beta = {"reverse_kl": 1.0, "jsd": 0.5}
+
     def call(x, y):
-        q, t = (torch.softmax(each, -1, dtype=widest(x)) for each in (x, y))
-        return ((q - t) / case.n_rows).to(x.dtype)
-
-    return call
-
-
-def liger_kl(case: Case) -> Call:
-    """Its loss takes log-probabilities, which torch's log_softmax makes."""
-    from liger_kernel.transformers.kl_div import LigerKLDIVLoss
-
-    kl = LigerKLDIVLoss(reduction="batchmean", log_target=True)
-
-    def call(x, y):
+        if kind == "tvd":
+            return of_tvd(*(torch.softmax(each, -1, dtype=torch.float32) for each in (x, y)))
         log_q, log_t = (torch.log_softmax(each, -1, dtype=torch.float32) for each in (x, y))
-        return kl(log_q, log_t)
+        if kind == "kl":
+            return liger.liger_kl_div(log_q, log_t, reduction="batchmean", log_target=True)
+        return liger.liger_jsd(log_q, log_t, beta=of_beta[kind])
 
     return loss_gradient(call)(case)
+
+
+def trl_divergence(case: Case, beta: float, gradient: bool = False) -> Call:
+    """Under autocast, as GKDTrainer trains in 16 bits: its logarithms are then float32."""
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    def of_rows(x, y, reduction):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.element_size() == 2):
+            return GKDTrainer.generalized_jsd_loss(x, y, beta=beta, reduction=reduction)
+
+    if gradient:
+        return loss_gradient(partial(of_rows, reduction="batchmean"))(case)
+    return lambda x, y: of_rows(x, y, "none").sum(-1)
 
 
 def quack(case: Case) -> Call:
@@ -148,6 +199,31 @@ def verl(case: Case, gradient: bool = False) -> Call:
         return of_targets.float(), functional.entropy_from_logits(x).float()
 
     return log_prob_pair(both, gradient)
+
+
+def _divergence(kind: str) -> Operation:
+    return Operation(
+        inputs=with_teacher,
+        own=lambda case: partial(divergence, kind=kind, reduction="none"),
+        formula=divergences_formula(kind),
+        eager=lambda case: lambda x, y: divergence_by_torch(x, y, kind, "none").sum(-1),
+        held_bytes=lambda case: 2 * case.tensor_bytes + 4 * case.n_rows,
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case: {"kind": kind, "reduction": "none"},
+    )
+
+
+def _divergence_gradient(kind: str) -> Operation:
+    return Operation(
+        inputs=with_teacher,
+        own=loss_gradient(partial(divergence, kind=kind)),
+        formula=divergence_gradient_formula(kind),
+        eager=loss_gradient(partial(divergence_by_torch, kind=kind)),
+        held_bytes=lambda case: 3 * case.tensor_bytes,
+        ceilings=lambda case: ceiling.adds(),
+        parameters=lambda case: {"kind": kind, "reduction": "mean"},
+        of_torchs=2.0 if kind == "jsd" else 1.0,  # as of linear_divergence
+    )
 
 
 ENTRIES = {
@@ -187,22 +263,6 @@ ENTRIES = {
         ceilings=lambda case: ceiling.copies(),
         parameters=lambda case: {"return_entropy": True},
     ),
-    "divergence": Operation(
-        inputs=with_teacher,
-        own=lambda case: lambda x, y: divergence(x, y, reduction="none"),
-        formula=divergences_formula,
-        eager=lambda case: lambda x, y: kl_by_torch(x, y, "none").sum(-1),
-        held_bytes=lambda case: 2 * case.tensor_bytes + 4 * case.n_rows,
-        ceilings=lambda case: ceiling.reads(),
-        parameters=lambda case: {"kind": "kl", "reduction": "none"},
-    ),
-    "divergence_gradient": Operation(
-        inputs=with_teacher,
-        own=loss_gradient(divergence),
-        formula=divergence_gradient_formula,
-        eager=loss_gradient(kl_by_torch),
-        held_bytes=lambda case: 3 * case.tensor_bytes,
-        ceilings=lambda case: ceiling.adds(),
-        parameters=lambda case: {"kind": "kl", "reduction": "mean"},
-    ),
+    **{name: _divergence(kind) for name, kind in DIVERGENCES.items()},
+    **{f"{name}_gradient": _divergence_gradient(kind) for name, kind in DIVERGENCES.items()},
 }

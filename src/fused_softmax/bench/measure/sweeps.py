@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fused_softmax.bench.cases import ITEMSIZE, Case, parse_shapes, unique
+from fused_softmax.bench.catalog import DIVERGENCES
 from fused_softmax.bench.entries.attention_kinds import KINDS
 from fused_softmax.bench.entries.filters import FILTERS
 from fused_softmax.bench.entries.segment_kinds import KINDS as SEGMENTS
@@ -125,8 +126,9 @@ SWEEPS = {
         shapes="64x1024,8192x32000,4096x50257,64x128256,8192x151936",
     ),
     "divergence": Sweep(
-        "KL(teacher || student) of rows of logits, and the gradient of its mean with its forward pass",
-        dict.fromkeys(("divergence", "divergence_gradient"), BOTH),
+        "KL(teacher || student) of rows of logits, its reverse, JSD and TVD, and the gradient of the mean of each with "
+        "its forward pass",
+        {f"{name}{end}": BOTH for name in DIVERGENCES for end in ("", "_gradient")},
         shapes="8192x151936,8192x32000,4096x50257",
     ),
     "linear-divergence": Sweep(

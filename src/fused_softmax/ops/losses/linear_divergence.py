@@ -85,6 +85,7 @@ def linear_divergence(
 
     With mean and sum the gradients are made in the forward pass, but those of float16 and of "none" in the backward
     pass, which makes the logits again. So does the backward pass of compiled code, which has chunks too.
+    A row's divergence has the same bits in any batch for which cuBLAS chooses the same kernels.
     Returns the divergence, [] or of the leading shape; float32, or float64 for float64.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument; with group, also as
     cross_entropy where ranks differ.
