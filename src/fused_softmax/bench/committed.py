@@ -78,7 +78,7 @@ _FILES = {
     "router": Row("Tokens to experts, and the gradient of their weights and losses", f"router {BESIDE_TORCH}"),
     "segments": Row(
         "softmax of segments and its gradient: graphs, texts, hubs",
-        "segments --quick --provider 'fused_softmax,torch,torch.compile,pyg,torch_scatter,padded,padded compiled'",
+        "segments --provider 'fused_softmax,torch,torch.compile,pyg,torch_scatter,padded,padded compiled'",
     ),
     "attention": Row(
         "Attention and its gradient, also with a bias, softcap or sinks",

@@ -75,7 +75,7 @@ LINES = (
     _line("sampling", "sample_min_p"),
     _line("router", "route", title="route to experts"),
     _line("router", "route_gradient", title="route with both losses, gradient"),
-    _line("segments", "segment_softmax_products", title="segment_softmax"),
+    _line("segments", "segment_softmax_products", title="softmax of segments"),
     _line("attention", "attention_causal"),
     _line("attention", "attention_causal_gradient"),
     _line("attention", "attention_biased"),
@@ -239,15 +239,17 @@ def _wrong(runs: Iterable[Run]) -> str:
     """What failed its check against float64, how often, and by how much at worst."""
     compared: dict[tuple[str, str, str], list[Point]] = {}
     for point in (point for run in runs for point in run.points if point.status in ("ok", "wrong")):
-        compared.setdefault((point.provider, point.operation, point.dtype), []).append(point)
+        family = title_of(point.operation).partition(", ")[0]
+        compared.setdefault((point.provider, family, point.dtype), []).append(point)
     said = []
     for name in NAMED:
-        for (provider, operation, dtype), points in compared.items():
+        for (provider, family, dtype), points in compared.items():
             wrong = [point for point in points if point.status == "wrong"]
             if provider == name and wrong:
                 who = "this package" if name == OWN else NAMES.get(name, name)
-                said.append(f"{title_of(operation)} in {dtype} by {who}, {len(wrong)} of {len(points)} results, "
-                            + _worst(wrong))  # fmt: skip
+                operations = {point.operation for point in wrong}
+                title = title_of(operations.pop()) if len(operations) == 1 else family
+                said.append(f"{title} in {dtype} by {who}, {len(wrong)} of {len(points)} results, {_worst(wrong)}")
     if not said:
         return ""
     return f"**Failed the check against float64**, and so is in no time and no ratio: {'; '.join(said)}."

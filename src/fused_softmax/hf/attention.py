@@ -75,8 +75,8 @@ def spare_masks() -> None:
     """Have transformers make no mask for rows of one sequence each in a forward pass of an applied model.
 
     It looks for several sequences in the positions, and makes a mask of all queries and keys where it finds them.
-    Traced code cannot wait for what it finds, and would always make the mask. With torch before 2.13, or transformers
-    before 5.24, it would make one in all traced code.
+    Traced code cannot wait for what it finds, and would always make the mask. Some versions, as 5.17, make one in all
+    traced code, whatever they find.
     """
     from transformers import masking_utils
 

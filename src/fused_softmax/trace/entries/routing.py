@@ -63,7 +63,6 @@ ROUTES = (
                     notes={
                         "tiles = tiles_of": "A lane for each expert. A warp has 32, so the others here hold -inf.",
                         "keys, ordered = keys_of": "The logits become integers that sort as they do.",
-                        "heads, experts = lists_of": "Each lane sorts the keys of its own experts.",
                         "found, ids, last": "The chosen experts lie in the first lanes, the best one first.",
                         "weights = weights_of_taken": "The softmax of the chosen logits alone: they add up to 1.",
                     },
