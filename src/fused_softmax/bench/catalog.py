@@ -46,7 +46,11 @@ OPERATIONS = {
     "log_prob": "log_prob with entropy",
     "log_prob_gradient": "log_prob with entropy, gradient",
     "linear_log_prob": "linear_log_prob with entropy, gradient",
-    **{f"{name}{end}": f"divergence, {kind}{of}" for name, kind in DIVERGENCES.items() for end, of in _PASSES.items()},
+    **{
+        f"{name}{end}": f"divergence, {kind.replace('_', ' ')}{of}"
+        for name, kind in DIVERGENCES.items()
+        for end, of in _PASSES.items()
+    },
     "linear_divergence": "linear_divergence, jsd, gradient",
     "sample": "sample",
     "sample_greedy": "sample, the greatest",
