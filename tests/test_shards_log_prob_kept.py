@@ -289,10 +289,6 @@ def test_dtensors(ranks, way, mesh, placements, by_what):
     columns = spread_sets()
     x, target = poisoned(logits(6).float(), columns), any_targets(columns, 3)
     found = ranks(4, of_dtensor, by_what, mesh, placements, x, target, given(columns, way))
-    if way == "int64" and Shard(0) in placements:
-        said = "log_prob: kept must be a bitmask where rows of the input lie in shards: a list is of all"
-        assert {each.args[:2] for each in found} == {("ValueError", said)}
-        return
     wanted = of_whole(x, target, columns, {})
     for each in found:
         for ours, whole in zip(each, wanted, strict=True):
@@ -355,7 +351,8 @@ def of_layer_of_dtensors(group, by_what, of_x, of_w, x, w, target, kept):
     mesh = mesh_of((4,))
     leaves = [distribute_tensor(x, mesh, of_x).requires_grad_(), distribute_tensor(w, mesh, of_w).requires_grad_()]
     if Shard(0) in of_x:
-        target, kept = (distribute_tensor(each, mesh, of_x) for each in (target, kept))
+        target = distribute_tensor(target, mesh, of_x)
+        kept = distribute_tensor(kept, mesh, of_x) if isinstance(kept, torch.Tensor) else kept
     found = linear_log_prob(*leaves, target, kept=kept, **ALL)
     of_results = [distribute_tensor(each.float(), mesh, of_x) for each in gradients_like(found[:3])]
     gradients = torch.autograd.grad(found[:3], leaves, of_results)
@@ -369,7 +366,7 @@ def test_hidden_states_that_are_dtensors(ranks, of_rows, way, by_what):
     of_x, of_w = ([Shard(0)], [Replicate()]) if of_rows else ([Replicate()], [Shard(0)])
     columns, (x, w) = spread_sets(), (logits(rows, 8, 5).float() / 3 for rows in (6, N_CLASSES))
     target = any_targets(columns, 3)
-    kept = given(columns, "bitmask" if of_rows else way)
+    kept = given(columns, way)
     wanted, gradients = of_whole_layer(x, w, target, columns)
     for found in ranks.values(4, of_layer_of_dtensors, by_what, of_x, of_w, x, w, target, kept):
         for ours, whole in zip(found, (*wanted, *gradients), strict=True):

@@ -163,8 +163,8 @@ def log_prob(
         of its own. None takes "peer" on up to four GPUs where it can.
 
     A DTensor may lie in shards of its classes or rows. Results are DTensors too, which lie as the rows do. Targets,
-    temperatures and kept may be plain tensors, the same on all ranks, where no rows lie in shards. Where some do, kept
-    is a bitmask.
+    temperatures and kept may be plain tensors, the same on all ranks, where no rows lie in shards. A list of kept
+    columns is of all rows, and the same on all ranks, wherever rows lie.
 
     The forward pass gives a row the same bits in any batch: how it is summed depends on its length, its dtype and the
     options alone. Rows whose size is no multiple of 16 bytes are read element by element, which takes longer.

@@ -15,7 +15,7 @@ from fused_softmax.core.options import by_environment
 from fused_softmax.core.route import is_sharded, needs_grad, resolved
 from fused_softmax.ops.autocast import result_dtype
 from fused_softmax.ops.losses.linear_by_rows import linear_of
-from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.options import Kept, Loss
 from fused_softmax.ops.losses.output import CrossEntropyOutput, TokenStats, Wanted
 from fused_softmax.ops.losses.over_ranks.divergence import lacks, probabilities_over_ranks
 from fused_softmax.ops.losses.over_ranks.linear import LinearSharded, OfCall
@@ -65,22 +65,32 @@ class Placed(NamedTuple):
                 "a plain tensor may be of all rows, or of this rank's"
             )
         mine = _local(target, self.mesh, self.of_rows)
-        if distributed.CHECK:
-            for i in range(self.mesh.ndim):
-                if i not in self.over:
-                    distributed.check_targets_alike(self.name, self.mesh.get_group(i), mine)
+        self._compare(mine, [i for i in range(self.mesh.ndim) if i not in self.over])
         return mine
 
-    def columns(self, kept: Any) -> Any:
-        """The columns over which this rank's rows are normalised, as the public functions take them."""
-        if isinstance(kept, tuple):
-            if self.over:
-                raise ValueError(
-                    f"{self.name}: kept must be a bitmask where rows of the input lie in shards: a list is of all"
-                )
-            ids, offsets = kept
-            return self.targets(ids, "kept ids"), self.targets(offsets, "kept offsets")
-        return None if kept is None else self.targets(kept, "kept")
+    def _compare(self, tensor: Tensor, dims: Sequence[int]) -> None:
+        """Where the environment asks for it, raise an error unless ranks along these mesh dims have the same."""
+        if distributed.CHECK:
+            for i in dims:
+                distributed.check_targets_alike(self.name, self.mesh.get_group(i), tensor)
+
+    def columns(self, kept: Any, leading: torch.Size) -> Any:
+        """The columns over which this rank's rows are normalised, as the public functions take them.
+
+        Lists are of all rows, of this leading shape, on every rank. leading: of the input.
+        """
+        from torch.distributed.tensor import Replicate
+
+        if not isinstance(kept, tuple):
+            return None if kept is None else self.targets(kept, "kept")
+        ids, offsets = (_local(each, self.mesh, [Replicate()] * self.mesh.ndim) for each in kept)
+        for each in (ids, offsets):
+            self._compare(each, range(self.mesh.ndim))
+        if not self.over:
+            return ids, offsets
+        rows = torch.arange(math.prod(leading), device=ids.device).view(leading)
+        mine = Kept(ids, offsets).of_rows(_local(rows, self.mesh, self.of_rows).reshape(-1))
+        return mine.ids, mine.offsets
 
     def weight(self, weight: Any) -> Tensor | None:
         """This rank's classes' weights."""
@@ -188,7 +198,7 @@ def log_prob_on_shards(of_rank: Callable[..., Any], input: Any, target: Any, tem
     (local,), t = resolved(input.to_local()), placed.targets(target)
     if isinstance(temperature, Tensor):
         temperature = placed.targets(temperature, "temperature")
-    kept, shards = placed.columns(kept), None
+    kept, shards = placed.columns(kept, input.shape[:-1]), None
     if of_classes is not None:
         shards = placed.shards(input.shape[-1])
         shards = told_by(peers_of(name, None, shards.group, local, t), name, shards)
@@ -419,7 +429,8 @@ def linear_log_prob_on_shards(
     t = placed.targets(target)
     if isinstance(temperature, Tensor):
         temperature = placed.targets(temperature, "temperature")
-    return placed.rows(of_rank(x, w, t, bias, temperature, placed.columns(kept), shards), input.shape[:-1])
+    columns = placed.columns(kept, input.shape[:-1])
+    return placed.rows(of_rank(x, w, t, bias, temperature, columns, shards), input.shape[:-1])
 
 
 def linear_divergence_on_shards(
