@@ -1,5 +1,6 @@
 """route of DTensors: each rank routes its rows, and counts, sums and losses are those of all ranks' rows."""
 
+import contextlib
 import math
 from unittest import mock
 
@@ -8,6 +9,7 @@ import torch
 from products import pairwise
 from test_shards_dtensor import WAYS, mesh_of
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fused_softmax import explain, route
 from fused_softmax.core import route as routes
@@ -175,28 +177,34 @@ def test_a_gradient_of_the_gradient(ranks, way):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def explained(group, n_experts, k):
+def explained(group, n_experts, k, watched):
     routes.INTERPRET = True
     leaf = distribute_tensor(tensor(6, n_experts), mesh_of((4,)), [Shard(0)]).requires_grad_()
-    with explain() as calls:
+    with explain() as calls, CommDebugMode() if watched else contextlib.nullcontext():
         route(leaf, k, return_aux_loss=True).aux_loss.backward()
     return [(each.function, each.route, each.reason, each.kernels, each.depth) for each in calls]
 
 
-@pytest.mark.parametrize(("n_experts", "k"), [(N_EXPERTS, K), (70, 65)])
-def test_explain_says_who_routed_a_ranks_rows(ranks, n_experts, k):
+WHO = {
+    "kernels": (N_EXPERTS, K, False, ""),
+    "too many": (70, 65, False, "no kernel has more than 4096 experts, or a k of more than 64"),
+    "a mode": (N_EXPERTS, K, True, "CommDebugMode, a TorchDispatchMode, watches the call"),
+}
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_explain_says_who_routed_a_ranks_rows(ranks, who):
+    *asked, refused = WHO[who]
     plain = "plain tensors, with nothing watching"
-    for rank, (outer, *inner) in enumerate(ranks.values(4, explained, n_experts, k)):
+    for rank, (outer, *inner) in enumerate(ranks.values(4, explained, *asked)):
         assert outer == ("route", "sharded", "the input is a DTensor", [], 0)
-        if rank < 3 and k <= 64:
+        if rank < 3 and not refused:
             assert inner == [
                 ("route", "kernel", plain, ["_route"], 1), ("route backward", "kernel", plain, ["_route_gradient"], 0),
             ]  # fmt: skip
         else:
-            (each,) = inner
-            assert each[:2] == ("route", "composed")
-            assert each[2] == ("there are no rows" if rank == 3 else "no kernel has more than 4096 experts, or a k of "
-                               "more than 64")  # fmt: skip
+            why = "there are no rows" if rank == 3 else refused
+            assert inner == [("route", "composed", why, [], 1)]
 
 
 def refused(group, shape, placements, options):
