@@ -30,6 +30,7 @@ from fused_softmax.ops.losses import (
     linear_pairs,
     log_prob,
 )
+from fused_softmax.ops.routing import dtensor as routing_of_shards
 from fused_softmax.ops.routing import route as routing
 from fused_softmax.ops.sampling import filters as sampling_filters
 from fused_softmax.ops.sampling import sample as sampling
@@ -69,6 +70,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (linear_divergence, "_of_shards", "linear_divergence", _OVER_A_GROUP),
     (attention, "_attention", "attention", None),
     (routing, "_route", "route", None),
+    (routing_of_shards, "rows_of_rank", "route", None),
     (sampling, "_sample", "sample", None),
     (sampling, "sample_of_shards", "sample", _OVER_A_GROUP),
     (speculative, "_speculative", "speculative_sample", None),

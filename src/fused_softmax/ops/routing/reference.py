@@ -54,13 +54,13 @@ class Sums(NamedTuple):
     """The sums over rows: float64, except counts. Sums of other ranks' rows are added field by field.
 
     counts: int32 [n_experts]. probs: [n_experts]. n_rows: [], routed rows. lse_squares: [].
-    balance, n_sequences: [], the sum of the losses of sequences, and how many have a routed row; None without
-    sequences.
+    balance, n_sequences: [], the sum of the losses of sequences, and how many have a routed row.
+    None for what no result follows from.
     """
 
-    counts: Tensor
-    probs: Tensor
-    n_rows: Tensor
+    counts: Tensor | Any = None
+    probs: Tensor | Any = None
+    n_rows: Tensor | Any = None
     lse_squares: Tensor | None = None
     balance: Tensor | None = None
     n_sequences: Tensor | None = None

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fused_softmax.core.launched import Call
 from fused_softmax.core.no_gradient import saved_of
-from fused_softmax.core.route import batched, resolved
+from fused_softmax.core.route import batched, needs_grad, resolved
 from fused_softmax.ops.routing import reference
-from fused_softmax.ops.routing.launches import OfResults, RoutedRows, RouteRows, backward
+from fused_softmax.ops.routing.launches import OfResults, RoutedRows, RouteRows, backward, forward, rows_of_call
 from fused_softmax.ops.routing.options import Routing
 from fused_softmax.ops.routing.reference import RouteOutput
 
@@ -30,6 +30,16 @@ def with_gradient(given: RouteRows, options: Routing, run: Call) -> RoutedRows:
     """What `run`, a call that `prepare_route` made, finds of rows; with the gradient of the logits."""
     weights, indices, counts, prob_sums, aux_loss, z_loss, dense = _apply(*given, (options, run))
     return RoutedRows(weights, indices, counts, prob_sums, aux_loss, z_loss, dense, None, None, None)
+
+
+def with_states(logits: Tensor, options: Routing) -> RoutedRows:
+    """What kernels find of rows, with their states, and with the gradient of the logits where it is wanted."""
+    given = rows_of_call(logits, options)
+    rows = forward(given._replace(x=given.x.detach()), options, states=True)
+    if not needs_grad(logits):
+        return rows
+    alike = replace(options, bias=None, noise=None, indices=None, row_mask=None)
+    return with_gradient(given, alike, lambda *_: rows)._replace(states=rows.states)
 
 
 class _Route(torch.autograd.Function):
