@@ -1,5 +1,6 @@
 """Routing of DTensors whose rows lie in shards: each rank routes its own rows, and sums are those of all ranks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,15 @@ from torch import Tensor
 from fused_softmax.core.route import Route, route_of, watcher_of
 from fused_softmax.ops.routing.launches import RoutedRows, refused_sizes
 from fused_softmax.ops.routing.options import Routing
-from fused_softmax.ops.routing.reference import Routed, RouteOutput, Sums, output_of, rows_of
+from fused_softmax.ops.routing.reference import Routed, RouteOutput, Sums, output_of
 from fused_softmax.ops.routing.rows import with_states
 from fused_softmax.ranks.dtensor import Axes, Cut, cut_of, tied
 
 
-def route_on_shards(name: str, logits: Any, options: Routing) -> RouteOutput:
-    """`route` of logits that are a DTensor, as DTensors."""
+def route_on_shards(
+    name: str, rows_of: Callable[[Tensor, Routing], Routed], logits: Any, options: Routing
+) -> RouteOutput:  # fmt: skip
+    """`route` of logits that are a DTensor, as DTensors. rows_of: routes a rank's rows where kernels do not."""
     leading: Axes = tuple(range(logits.ndim - 1))
     of_experts: Axes = (*leading, None)
     axes: dict[str, Axes] = {"bias": (None,), "noise": of_experts, "indices": of_experts, "row_mask": leading}
@@ -26,7 +29,7 @@ def route_on_shards(name: str, logits: Any, options: Routing) -> RouteOutput:
         _check_sequences(name, cut, options.sequence_length)
     local = cut.local(logits, of_experts)
     options = Routing(**options.options() | {argument: cut.local(*each) for argument, each in placed.items()})
-    routed = rows_of_rank(name, local, options)
+    routed = rows_of_rank(name, local, options, rows_of)
     if options.sums:
         of_rank = {field: each for field, each in routed.sums._asdict().items() if each is not None}
         sums = Sums(**{field: _of_all(cut, tied(each, local)) for field, each in of_rank.items()})
@@ -43,7 +46,9 @@ def route_on_shards(name: str, logits: Any, options: Routing) -> RouteOutput:
     )  # fmt: skip
 
 
-def rows_of_rank(name: str, logits: Tensor, options: Routing) -> Routed:
+def rows_of_rank(
+    name: str, logits: Tensor, options: Routing, rows_of: Callable[[Tensor, Routing], Routed]
+) -> Routed:  # fmt: skip
     """The rows of plain logits, those of a rank, by kernels where these take them as they stand."""
     watcher = watcher_of(logits, *options.tensors.values())
     refused = refused_sizes(logits.shape[:-1].numel(), logits.shape[-1], options) or (watcher.reason if watcher else "")

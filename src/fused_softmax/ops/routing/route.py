@@ -124,7 +124,7 @@ def _route(logits: Any, given: dict[str, Any], key: tuple) -> RouteOutput:
     refused = refused_sizes(logits.shape[:-1].numel(), logits.shape[-1], options)
     way = route_of(_NAME, *of_call, refused=refused, shards=True)
     if way is Route.SHARDS:
-        return route_on_shards(_NAME, logits, options)
+        return route_on_shards(_NAME, rows_of, logits, options)
     indices = options.indices
     reads = False
     if indices is not None and checks_values(logits, indices, options.row_mask):
