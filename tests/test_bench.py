@@ -16,6 +16,7 @@ import torch
 from products import one_in
 from rich.console import Console
 
+from fused_softmax import route
 from fused_softmax.bench import cases, catalog
 from fused_softmax.bench.cases import Case
 from fused_softmax.bench.entries import ceiling, layers, losses, makers, routing, sampling, softmaxes
@@ -196,8 +197,11 @@ def test_an_operation_counts_its_bytes_and_tells_a_right_result_from_a_wrong_one
     judge = check.Judge(case, inputs)
     y = OPERATIONS[name].baseline(case)(*inputs)
     assert (tuple(inputs[0].shape), inputs[0].dtype) == (case.shape[: inputs[0].ndim], getattr(torch, dtype))
-    assert OPERATIONS[name].held_bytes(case) == sum(each.nbytes for each in (*inputs, y))
+    results = y if isinstance(y, tuple) else (y,)
+    assert OPERATIONS[name].held_bytes(case) == sum(each.nbytes for each in (*inputs, *results))
     assert judge.complaint(y, judge.allowed(own=True))[0] == ""
+    if (join := OPERATIONS[name].joined) is not None:
+        y = join(case, y)
     formula = OPERATIONS[name].formula(case)(*inputs)
     assert judge.complaint(formula, judge.allowed(own=False))[0] == ""
     assert judge.complaint(y * (1 + 2**-4), judge.allowed(own=False))[0].startswith("largest error")
@@ -499,7 +503,7 @@ def stand_ins_of_routers(monkeypatch):
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["route", "route_gradient"])
+@pytest.mark.parametrize("name", ["route", "route_losses", "route_gradient"])
 def test_other_projects_routers_are_judged_as_ours(name, stand_ins_of_routers):
     case = sample(name)
     judge = check.Judge(case, check.inputs(case, 1, "cpu", seed=0)[0])
@@ -507,6 +511,40 @@ def test_other_projects_routers_are_judged_as_ours(name, stand_ins_of_routers):
     assert peers == {"transformer_engine", *(["quack", "vllm"] if name == "route" else [])}
     for peer in peers:
         assert check.verdict(judge, OPERATIONS[name].providers[peer](case), own=False)[0] == "", peer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bias": None},
+        {"n_groups": 1, "groups_kept": None},
+        {"groups_kept": 3},
+        {"scale": 1.0},
+        {"score": "sqrtsoftplus"},
+    ],
+    ids=str,
+)
+def test_a_router_of_groups_that_leaves_something_out_is_found(wrong, dtype):
+    case = Case((8, 256), dtype, "route_groups")
+    judge = check.Judge(case, given := check.inputs(case, 1, "cpu", seed=0)[0])
+    options = {"score": "sigmoid", "n_groups": 8, "groups_kept": 4, "scale": 2.5, "bias": given[1]}
+    assert check.verdict(judge, lambda x, _: route(x, 8, **options).weights, own=True)[0] == ""
+    assert check.verdict(judge, lambda x, _: route(x, 8, **options | wrong).weights, own=True)[0] != ""
+
+
+@pytest.mark.parametrize("name", ["weights", "aux_loss", "z_loss", "counts"])
+def test_each_result_of_a_router_with_losses_is_compared(name):
+    case = Case((40, 96), "float32", "route_losses")
+    judge = check.Judge(case, check.inputs(case, 1, "cpu", seed=0)[0])
+
+    def call(x, by=1):
+        results = dict(zip(("weights", "aux_loss", "z_loss", "counts"), routing.own_losses(x, 8), strict=True))
+        results[name].view(-1)[0] += by if name == "counts" else by * 1e-4
+        return (*results.values(),)
+
+    assert check.verdict(judge, lambda x: call(x, 0), own=True)[0] == ""
+    assert check.verdict(judge, call, own=True)[0].startswith("largest error")
 
 
 def test_a_module_is_imported_without_the_packages_around_it(tmp_path, monkeypatch):

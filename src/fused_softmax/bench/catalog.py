@@ -60,6 +60,8 @@ OPERATIONS = {
     "sample_top_k_top_p": "sample, top-k 50 and top-p 0.9",
     "sample_min_p": "sample, min-p 0.05",
     "route": "a router's choice and weights",
+    "route_losses": "a router with counts and both losses",
+    "route_groups": "a router of 8 groups, sigmoid, bias",
     "route_gradient": "a router with both losses, gradient",
     **TITLES_OF_SEGMENTS,
     "attention": "attention, plain",
@@ -323,7 +325,8 @@ PROVIDERS = (
         Look("#3E6B00", "M-.9,-.9L.9,-.9L.9,-.6L-.6,-.6L-.6,-.15L.5,-.15L.5,.15L-.6,.15L-.6,.9L-.9,.9Z", (10, 2, 2, 4)),
         {
             "route": by("routing.transformer_engine"),
-            "route_gradient": by("routing.transformer_engine_gradient"),
+            "route_losses": by("routing.transformer_engine_losses"),
+            "route_gradient": by("routing.transformer_engine_losses", passes=True),
         },
         needs_gpu=True,
         heading="Transformer Engine",

@@ -261,7 +261,7 @@ OPERATORS = (
         batched=routing_rules.batched_route,
         public=route,
         reference=routing_reference.route,
-        bench=("route", "route_gradient"),
+        bench=("route", "route_losses", "route_groups", "route_gradient"),
         recordings=("route",),
     ),
     Operator(

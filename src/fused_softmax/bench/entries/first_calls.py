@@ -72,7 +72,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("softmax_causal", "softmax_masked", "softmax_biased"), (2, 32, 2048, 2048)),
     "softmax_dim": (64, 4096, 512),
     **dict.fromkeys(("linear_cross_entropy", "linear_log_prob", "linear_divergence"), (4096, 4096, VOCABULARY)),
-    **dict.fromkeys(("route", "route_gradient"), (16384, 256)),
+    **dict.fromkeys(("route", "route_losses", "route_groups", "route_gradient"), (16384, 256)),
     **dict.fromkeys(SEGMENTS, (2**20, 8)),
     "attention_decode": (8, 8, 4096, 128),
 }

@@ -35,6 +35,7 @@ class Operation:
     ceilings: the plain kernels that the figures are compared with, called with the same inputs.
     parameters: facts that the case does not give, for the record.
     planned: how many inputs the planner counts, if `plan_rows` alone decides the launch. 0 records no plan.
+    joined: of a call that returns several results, the one tensor that is compared. It is not timed.
     whole: a row of the result depends on more than its row of inputs, so the whole result is compared at once.
     compared: pairs of a part of a result and what it has to be, both in float64, of a case and its inputs, where a
         comparison is not cut along an axis.
@@ -57,6 +58,7 @@ class Operation:
     unread_bytes: Callable[[Case], int] = lambda case: 0
     parameters: Callable[[Case], dict[str, Any]] = lambda case: {}
     planned: int = 0
+    joined: Callable[[Case, Any], Tensor] | None = None
     whole: bool = False
     compared: Callable[[Case, Inputs, Tensor], Iterator[tuple[Tensor, Tensor]]] | None = None
     checking_bytes: Callable[[Case], int] | None = None

@@ -1,4 +1,4 @@
-"""A router as it is measured: the weights of the best experts, and the gradient of these and of both losses."""
+"""A router as it is measured: the weights of the best experts, with counts and losses or of groups; the gradient."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,10 @@ from fused_softmax.bench.entries.losses import loss_gradient
 from fused_softmax.bench.entries.makers import Call
 from fused_softmax.bench.entries.operation import Inputs, Operation, widest
 
+Losses = tuple[Tensor, Tensor, Tensor, Tensor]  # the weights, the aux loss, the z-loss, and the counts of experts
 _KS = {64: 6, 512: 10, 896: 16, 2304: 36}  # of models, by their experts; 8 of all others
 _SAMPLE = Case((13, 96))
+_GROUPS, _GROUPS_KEPT, _SCALE, _BIAS = 8, 4, 2.5, 0.5  # DeepSeek-V3's, but for the bias
 
 
 def k_of(case: Case) -> int:
@@ -22,13 +24,31 @@ def k_of(case: Case) -> int:
 
 def distinct(case: Case, generator: torch.Generator) -> Tensor:
     """Logits of which no two of a row are equal, for torch's topk chooses any of equal ones."""
-    device, dtype = generator.device, getattr(torch, case.dtype)
+    order = torch.rand(case.shape, device=generator.device, generator=generator).argsort(-1)
+    return _values(case, generator.device)[order]
+
+
+def _values(case: Case, device: torch.device) -> Tensor:
+    """As many numbers as a row has, the least first."""
     bits = torch.arange(case.n_cols, device=device) - case.n_cols // 2  # a step of bfloat16 each, from 1/16 on
     values = torch.where(bits < 0, -1.0, 1.0) * torch.ldexp(
         1 + bits.abs() % 64 / 64, torch.div(bits.abs(), 64, rounding_mode="floor") - 4
     )
-    order = torch.rand(case.shape, device=device, generator=generator).argsort(-1)
-    return values.to(dtype)[order]
+    return values.to(getattr(torch, case.dtype))
+
+
+def grouped(case: Case, generator: torch.Generator) -> Inputs:
+    """(logits, bias): no rounding decides between two groups or experts, and the bias makes the choice.
+
+    It lifts the first half of each group, which has the lesser half of its numbers, above the other. Groups have every
+    eighth number, in an order that differs by rows.
+    """
+    device, size = generator.device, case.n_cols // _GROUPS
+    groups = torch.rand(case.n_rows, _GROUPS, 1, 1, device=device, generator=generator).argsort(1)
+    halves = torch.rand(case.n_rows, _GROUPS, 2, size // 2, device=device, generator=generator).argsort(-1)
+    places = groups + _GROUPS * (halves + torch.tensor([[0], [size // 2]], device=device))
+    bias = torch.tensor([_BIAS, 0.0], device=device).repeat_interleave(size // 2).repeat(_GROUPS)
+    return _values(case, device)[places.view(case.shape)], bias
 
 
 def alone(case: Case, generator: torch.Generator) -> Inputs:
@@ -47,26 +67,50 @@ def best(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return p, weights / weights.sum(-1, keepdim=True), ids
 
 
-def balance(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights, the aux loss and the z-loss, as trainers compute them of torch's operations."""
+def best_of_groups(x: Tensor, bias: Tensor, k: int) -> Tensor:
+    """The weights of the k best of the kept groups, as DeepSeek-V3 computes them of torch's operations."""
+    scores = x.to(widest(x)).sigmoid()
+    groups = (scores + bias).view(len(x), _GROUPS, -1)
+    kept = groups.topk(2, -1).values.sum(-1).topk(_GROUPS_KEPT, -1).indices
+    left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, kept, False)
+    ids = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1).topk(k, -1).indices
+    weights = scores.gather(1, ids)
+    return weights / weights.sum(-1, keepdim=True) * _SCALE
+
+
+def own_of_groups(x: Tensor, bias: Tensor, k: int) -> Tensor:
+    return route(
+        x, k, score="sigmoid", bias=bias, n_groups=_GROUPS, groups_kept=_GROUPS_KEPT, scale=_SCALE, return_counts=False
+    ).weights
+
+
+def balance(x: Tensor, k: int) -> Losses:
+    """As trainers compute them of torch's operations."""
     p, weights, ids = best(x, k)
     n_rows, n_experts = x.shape
     counts = torch.zeros(n_experts, dtype=p.dtype, device=x.device)
     counts = counts.scatter_add(0, ids.flatten(), torch.ones(ids.numel(), dtype=p.dtype, device=x.device))
     aux_loss = n_experts * (counts / (n_rows * k) * p.mean(0)).sum()
-    return weights, aux_loss, x.to(p.dtype).logsumexp(-1).square().mean()
+    return weights, aux_loss, x.to(p.dtype).logsumexp(-1).square().mean(), counts
 
 
-def own_losses(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def own_losses(x: Tensor, k: int) -> Losses:
     out = route(x, k, return_aux_loss=True, return_z_loss=True)
-    return out.weights, out.aux_loss, out.z_loss
+    return out.weights, out.aux_loss, out.z_loss, out.counts
 
 
-def gradient(function: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], case: Case) -> Call:
+def joined(case: Case, losses: Losses) -> Tensor:
+    """One tensor, with counts as parts of their mean, which is about 1 as the weights and the aux loss are."""
+    weights, aux_loss, z_loss, counts = losses
+    counts = counts.to(weights.dtype) * (case.n_cols / (case.n_rows * k_of(case)))
+    return torch.cat([weights.flatten(), counts, aux_loss.view(1), z_loss.view(1)])
+
+
+def gradient(function: Callable[[Tensor, int], Losses], case: Case) -> Call:
     """The gradient of some sum of the weights and of both losses, with the forward pass."""
 
     def total(x, of_weights):
-        weights, aux_loss, z_loss = function(x, k_of(case))
+        weights, aux_loss, z_loss, _ = function(x, k_of(case))
         return (weights * of_weights).sum() + aux_loss + z_loss
 
     return loss_gradient(total)(case)
@@ -111,8 +155,8 @@ def transformer_engine(case: Case) -> Call:
     return lambda x: of_transformer_engine(x, k_of(case))[0]
 
 
-def transformer_engine_gradient(case: Case) -> Call:
-    """Its weights and aux loss, and torch's z-loss, for it has none."""
+def transformer_engine_losses(case: Case, passes: bool = False) -> Call:
+    """Its weights and aux loss, and torch's z-loss, for it has none. passes: their gradient, with the forward pass."""
     from transformer_engine.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss
 
     def losses(x, k):
@@ -122,9 +166,9 @@ def transformer_engine_gradient(case: Case) -> Call:
         aux_loss = fused_moe_aux_loss(
             scores, counts, total_num_tokens=case.n_rows, num_experts=case.n_cols, topk=k, coeff=1.0
         )
-        return weights, aux_loss, x.float().logsumexp(-1).square().mean()
+        return weights, aux_loss, x.float().logsumexp(-1).square().mean(), counts
 
-    return gradient(losses, case)
+    return gradient(losses, case) if passes else lambda x: losses(x, k_of(case))
 
 
 def _weights_bytes(case: Case) -> int:
@@ -140,6 +184,27 @@ ENTRIES = {
         held_bytes=lambda case: case.tensor_bytes + _weights_bytes(case),
         ceilings=lambda case: ceiling.reads(),
         parameters=lambda case: {"k": k_of(case)},
+        sample=_SAMPLE,
+    ),
+    "route_losses": Operation(
+        inputs=alone,
+        own=lambda case: lambda x: own_losses(x, k_of(case)),
+        formula=lambda case: lambda x: balance(x, k_of(case)),
+        held_bytes=lambda case: case.tensor_bytes + _weights_bytes(case) + (case.n_cols + 2) * 4,
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case: {"k": k_of(case)},
+        joined=joined,
+        whole=True,
+        sample=_SAMPLE,
+    ),
+    "route_groups": Operation(
+        inputs=grouped,
+        own=lambda case: lambda x, bias: own_of_groups(x, bias, k_of(case)),
+        formula=lambda case: lambda x, bias: best_of_groups(x, bias, k_of(case)),
+        held_bytes=lambda case: case.tensor_bytes + case.n_cols * 4 + _weights_bytes(case),
+        ceilings=lambda case: ceiling.reads(),
+        parameters=lambda case: {"k": k_of(case), "groups": _GROUPS},
+        whole=True,  # the bias is of all rows
         sample=_SAMPLE,
     ),
     "route_gradient": Operation(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Judge:
         self.case, self.inputs = case, inputs
         self.dim = case.dim % len(case.shape)
         self.axis = cut_axis(case)
-        y = operation_of(case).baseline(case)(*inputs)
+        y = self._joined(operation_of(case).baseline(case)(*inputs))
         self.shape, self.dtype = y.shape, y.dtype
         self.reduced = y.ndim < len(case.shape)
         self.torch_errors = self.errors(y)
@@ -93,6 +94,7 @@ class Judge:
 
     def complaint(self, y: object, limits: tuple[float, float]) -> tuple[str, Errors | None]:
         """What is wrong with y ("" if nothing is), and its errors."""
+        y = self._joined(y)
         if not isinstance(y, Tensor) or y.shape != self.shape or y.dtype != self.dtype:
             got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
             return f"returned {got} where {tuple(self.shape)} {self.dtype} is expected", None
@@ -120,7 +122,11 @@ class Judge:
 
     def truth(self, inputs: Inputs) -> Tensor:
         """What y has to be, of inputs in float64."""
-        return operation_of(self.case).formula(self.case)(*inputs)
+        return self._joined(operation_of(self.case).formula(self.case)(*inputs))
+
+    def _joined(self, y: Any) -> Any:
+        join = operation_of(self.case).joined
+        return join(self.case, y) if join and isinstance(y, tuple) else y
 
     @cached_property
     def whole_truth(self) -> Tensor:

@@ -160,6 +160,14 @@ SWEEPS = {
         dict.fromkeys(("route", "route_gradient"), BOTH),
         shapes="1x256,64x256,16384x64,16384x128,16384x256,16384x384,16384x512,8192x2304,131072x256",
     ),
+    "router-losses": Sweep(
+        "a router's forward pass with counts and both losses; and DeepSeek-V3's, 8 groups of experts with a bias",
+        dict.fromkeys(("route_losses", "route_groups"), BOTH),
+        shapes={
+            "route_losses": "2048x256,16384x64,16384x256,16384x512,131072x256",
+            "route_groups": "1x256,64x256,16384x256",
+        },
+    ),
     "segments": Sweep(
         "softmax of segments of elements x columns, and its gradient: degrees of graphs, sorted or not; texts; short "
         "segments; one of half of all beside others of one; one of all",
