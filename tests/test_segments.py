@@ -455,14 +455,34 @@ def test_softmax_of_a_nested_tensor_is_torchs(device):
 
 
 @pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="CPU tensors keep ATen's kernels")
-def test_torchs_softmax_of_a_nested_tensor_under_enable(device):
-    """torch pads it, and enable() takes the padded one."""
-    nested = jagged(peaked(9, 2).to(device), [3, 1, 5])
-    wanted = torch.softmax(nested, 1)
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)  # by kernels, and by torch's operations
+def test_torchs_softmax_of_a_nested_tensor_under_enable(dtype, device):
+    """Nothing is padded, and the gradient is right, which torch's own is not."""
+    values = peaked(9, 2, dtype=dtype).to(device).requires_grad_()
+    nested, weights = jagged(values, [3, 1, 5]), torch.arange(18.0, device=device).view(9, 2)
+    wanted = segment_softmax(values, offsets_of([3, 1, 5]).to(device))
     with fused_softmax.enabled(), fused_softmax.explain() as explained:
         found = torch.softmax(nested, 1)
-    torch.testing.assert_close(found.values(), wanted.values())
-    assert [(each.function, each.route) for each in explained] == [("aten::softmax", "kernel")]
+        dx = torch.autograd.grad((found.values() * weights).sum(), values)[0]
+        assert (found + nested).shape == nested.shape
+    assert torch.equal(found.values(), wanted)
+    assert torch.equal(dx, torch.autograd.grad((wanted * weights).sum(), values)[0])
+    assert torch.equal(torch.softmax(nested.detach(), 1).values().isnan(), wanted.isnan())
+    if dtype == FP32:
+        names = [each.function for each in explained]
+        assert names == ["aten::softmax", "segment_softmax", "aten::softmax_backward"]
+        assert {each.route for each in explained} == {"kernel"}
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="CPU tensors keep ATen's kernels")
+def test_torchs_softmax_of_another_dim_of_a_nested_tensor_under_enable(device):
+    nested = jagged(peaked(9, 2).to(device), [3, 1, 5])
+    with fused_softmax.enabled():
+        torch.testing.assert_close(torch.softmax(nested, 2).values(), torch.softmax(nested.values(), 1))
+        with pytest.raises(RuntimeError, match="ragged_idx > 1"):
+            torch.softmax(nested.transpose(1, 2), 2)
+        with pytest.raises(RuntimeError, match="ragged"):
+            torch.log_softmax(nested, 1)
 
 
 @of_nested

@@ -5,7 +5,8 @@ autograd, autocast, vmap and modes, so all of these stay PyTorch's, second deriv
 functions imported before, methods, modules, and ATen's own callers. cross_entropy, which ATen composes of others, is
 taken where autograd begins, whole: its gradient is written in the forward pass; so is scaled_dot_product_attention, if
 that is asked for. What the kernels do not take goes on to ATen's. A compiler has replaced softmax before there is a
-call: what is compiled stays as it compiles it.
+call: what is compiled stays as it compiles it. softmax over the ragged dim of a nested tensor, which torch pads, is
+taken where torch asks the class of nested tensors: its gradient there is that of another dim.
 """
 
 import sys
@@ -18,17 +19,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor  # imported with torch
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import DTYPES
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.layout import overlap
 from fused_softmax.core.options import by_environment
-from fused_softmax.core.route import INTERPRET, is_sharded, needs_grad, watcher_of
+from fused_softmax.core.route import INTERPRET, is_sharded, needs_grad, on_device, watcher_of
 from fused_softmax.ops.attention import sdpa as attention_sdpa
 from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.losses.cross_entropy import prepare_plain
 from fused_softmax.ops.losses.over_ranks.dtensor import loss_as_aten
+from fused_softmax.ops.segments import operators as segment_rules
+from fused_softmax.ops.segments.nested import is_jagged, like, of_nested
 from fused_softmax.ops.softmax import calls as softmax_calls
 from fused_softmax.ops.softmax.scores import PLAIN, PLAIN_IN_ANY_BATCH, Scores
 from fused_softmax.register import pyg as of_pyg
@@ -58,7 +62,8 @@ def enable(*, attention: bool = False, pyg: bool = False) -> None:
         of GATConv and TransformerConv. Calls that a compiler traces stay PyG's. Raises ImportError without
         torch_geometric.
 
-    Results, gradients and errors are torch's, except that a target that is not a class makes the loss NaN on a GPU.
+    Results, gradients and errors are torch's, except that a target that is not a class makes the loss NaN on a GPU, and
+    that the gradient of softmax over the ragged dim of a nested tensor is that of its segments.
     Calls nest: each needs a `disable()` of its own. Make the first one before other threads call these functions.
 
     >>> enable()
@@ -138,6 +143,8 @@ def _register() -> torch.library.Library:
             composed = torch.ops.aten.cross_entropy_loss.default.decompose
             for key in (device, f"Autograd{device}"):  # in inference mode autograd has no say
                 library.impl("cross_entropy_loss", _cross_entropy(composed), key)
+    for name, kernel in (("_softmax", _ragged_softmax), ("_softmax_backward_data", _ragged_gradient)):
+        torch.library.register_torch_dispatch(f"aten::{name}", NestedTensor, _of_nested(name, kernel), lib=library)
     return library
 
 
@@ -342,6 +349,36 @@ def _attention(atens: Callable) -> Callable:
         return keep(Launched(ours), *look)(query, key, value, attn_mask)
 
     return seen_first
+
+
+def _of_nested(name: str, kernel: Callable) -> Callable:
+    """What NestedTensor's __torch_dispatch__ would be asked: the kernel, if a call is over the ragged dim."""
+
+    def rule(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        *tensors, dim, _ = args
+        if not _depth or kwargs or not all(_is_ragged(each, dim) for each in tensors):
+            return cls.__torch_dispatch__(func, types, args, kwargs)
+        with torch.no_grad():
+            return _passing_on(name.strip("_").removesuffix("_data"), func, kernel)(*args)
+
+    return rule
+
+
+def _is_ragged(x: Any, dim: int) -> bool:
+    """Whether `dim` is the ragged one, and torch takes it too: it has no kernel for other places of that dim."""
+    if not is_jagged(x) or x._ragged_idx != 1 or dim not in (1, 1 - x.ndim) or x.lengths() is not None:
+        return False
+    return on_device(x) and x.dtype in DTYPES and watcher_of(x.values(), x.offsets()) is None
+
+
+def _ragged_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return of_nested("softmax", x, dim, torch.float32 if half_to_float else x.dtype)
+
+
+def _ragged_gradient(dy: Any, y: Any, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """dy's offsets equal y's, or autograd would have refused it."""
+    dx = segment_rules.backward("segment_softmax", dy.values(), y.values(), y.offsets(), dtype=input_dtype)
+    return like(y, dx)
 
 
 # Why the kernels do not take a call; "" if they do.

@@ -45,8 +45,13 @@ def of_nested(
     if name == "logsumexp":
         y = y.movedim(ragged - 1, 0)
         return y.unsqueeze(ragged) if keepdim else y
+    return like(input, y)
+
+
+def like(input: Any, values: Tensor) -> Tensor:
+    """A nested tensor of the input's structure, with these values."""
     return torch.nested.nested_tensor_from_jagged(
-        y, offsets, jagged_dim=ragged, min_seqlen=_known(input, "_maybe_min_seqlen"),
+        values, input.offsets(), jagged_dim=input._ragged_idx, min_seqlen=_known(input, "_maybe_min_seqlen"),
         max_seqlen=_known(input, "_maybe_max_seqlen"),
     )  # fmt: skip
 
