@@ -1,6 +1,7 @@
 """The kernels of `route` and of its gradient against torch's operations: options, sizes, sums, layouts, plans, bits."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def of_plan(x, options, device, **plan):
     length = planned.length
     planned = type(planned)(
         len(x), x.shape[1], length, sizes["rows"], sizes["part_rows"], -(-length // sizes["part_rows"]), sizes["rows"],
-        sizes.get("sum_rows", 2), sizes.get("sum_cols", planned.sum_cols),
+        sizes.get("sum_rows", 2), sizes.get("sum_cols", planned.sum_cols), None, planned.alone and sizes["rows"] == 1,
     )  # fmt: skip
     return launches.prepare_route(given, options, True, planned)(*given), given, planned
 
@@ -260,6 +261,28 @@ def test_registers_hold_the_sums_of_512_experts_and_no_more():
         plan = plan_route(2, n_experts, 2, H200, sums=True)
         assert launches._spec(tensors, options, plan, True).held == held
         assert not launches._spec(tensors, options, plan, False).held
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("n_experts", [480, 500, 512, 513])
+def test_a_row_has_the_same_bits_in_few_rows_and_in_many(n_experts, sums, device):
+    """Weights that are not renormalized, states, and the gradient of all experts, in whatever tiles a row lies."""
+    x = rows(6, n_experts, torch.bfloat16)
+    options = Routing(k=8, renormalize=False, return_counts=sums, return_aux_loss=sums)
+    given = launches.rows_of_call(x.to(device), options)
+    held = launches._held_tiles(n_experts, options) if sums else 0
+    found = []
+    for n in (6, 5000):
+        of_rows = [plan_route(n, n_experts, n, H200, sums, held), plan_route(n, n_experts, n, H200, True)]
+        forward, backward = (
+            replace(each, n_rows=6, length=6, part_rows=each.rows, parts=-(-6 // each.rows)) for each in of_rows
+        )
+        y = launches.prepare_route(given, options, True, forward)(*given)
+        one = torch.ones((), device=device) if sums else None
+        d = launches.OfResults(torch.ones_like(y.weights), None, one, None, None)
+        found.append((y.weights, y.states, launches.prepare_gradient(given, y, d, options, backward)(given, y, d)))
+    for few, many in zip(*found, strict=True):
+        assert torch.equal(few, many)
 
 
 def test_a_row_has_a_warp_whatever_the_plan():

@@ -228,7 +228,7 @@ def _spec(given: RouteRows, options: Routing, plan: RoutePlan, sums: bool) -> Ro
     by_itself = given.bias is None and given.indices is None and not options.grouped
     return RouteSpec(
         n_experts=plan.n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
-        renormalize=options.renormalize, n_groups=options.n_groups if options.grouped else 1,
+        renormalize=options.renormalize, stacks=plan.alone, n_groups=options.n_groups if options.grouped else 1,
         groups_kept=options.groups_kept or 1, top2=options.group_score == "top2",
         packed=given.x.element_size() == 2 and given.noise is None and by_itself,
         of_scores=compares_scores and given.indices is None, elsewhere=not by_itself, totals=options.totals, sums=sums,
@@ -283,7 +283,7 @@ def prepare_gradient(
     plan = plan or plan_route(n_rows, n_experts, options.length(n_rows), device_of(device), sums=full)
     spec = RouteSpec(
         n_experts=n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
-        renormalize=options.renormalize, full=full, priced=of_results.aux_loss is not None,
+        renormalize=options.renormalize, stacks=plan.alone, full=full, priced=of_results.aux_loss is not None,
     )  # fmt: skip
 
     def arranged(given: RouteRows, rows: RoutedRows, d: OfResults) -> tuple[Tensor | None, ...]:

@@ -30,7 +30,9 @@ class RoutePlan:
     """Programs of num_warps warps take `rows` rows at a time, a warp each, and part_rows in all.
 
     length: rows of a sequence; all rows where there are none. parts: programs of a sequence. Sums are taken of
-    sum_rows x sum_cols at a time. registers: of a thread at most; None where that is left to the compiler.
+    sum_rows x sum_cols at a time. registers: of a thread at most; None where that is left to the compiler. alone:
+    whether every plan for these experts has one row at a time, so that its tiles may be stacked: a row is then added up
+    in the same order in any batch.
     """
 
     n_rows: int
@@ -43,6 +45,7 @@ class RoutePlan:
     sum_rows: int
     sum_cols: int
     registers: int | None = None
+    alone: bool = False
 
     @property
     def programs(self) -> int:
@@ -60,7 +63,8 @@ def plan_route(
     >>> plan_route(16384, 256, 16384, H200).parts
     2048
     """
-    if n_rows <= FEW * device.sm_count or (n_experts >= WIDE and not held):
+    alone = n_experts >= WIDE and not held
+    if alone or n_rows <= FEW * device.sm_count:
         warps = 1
     else:
         warps = SUMMING_WARPS if held else WARPS
@@ -76,5 +80,5 @@ def plan_route(
     part_rows = min(part_rows, -(-length // warps) * warps)
     return RoutePlan(
         n_rows, n_experts, length, warps, part_rows, -(-length // part_rows), warps, 2 * warps,
-        min(MOST_COLS, max(32, next_power_of_2(n_experts))), registers,
+        min(MOST_COLS, max(32, next_power_of_2(n_experts))), registers, alone,
     )  # fmt: skip

@@ -4,10 +4,10 @@
     ids the k best of x, or of score + bias; weight = score[ids] / sum score[ids] * scale
     aux = n_experts * sum(count * sum p) / (n ** 2 * k), z = sum (m + log s) ** 2 / n
 
-Traffic: logits are read once, and 8 bytes are written for each choice. With sums, or if the gradient needs them, 8 or
-12 bytes of states are written for each row. A dense result takes 4 bytes for each expert. With K.elsewhere the logits
-of the chosen experts are read once more. If experts are too many for the sums to fit in registers (not K.held), a
-program reads its own rows a second time to add them up, from the cache of its multiprocessor.
+Traffic: logits are read once, and 8 bytes are written for each choice. If the gradient needs them, 8 or 12 bytes of
+states are written for each row. A dense result takes 4 bytes for each expert. With K.elsewhere the logits of the chosen
+experts are read once more. If experts are too many for the sums to fit in registers (not K.held), a program writes the
+states, and reads its own rows a second time to add them up, from the cache of its multiprocessor.
 """
 
 import triton

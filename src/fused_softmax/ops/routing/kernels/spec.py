@@ -13,9 +13,9 @@ class RouteSpec:
     """How a program routes its rows.
 
     rows: of a turn, each in one warp. A row lies in tiles [1, rows, LANES] of neighbouring experts; each group of
-        experts begins with a tile of its own. Up to LIST tiles are a chunk, from which each lane makes a list. If a
-        turn has one row, chunks of equally many tiles are stacked, [stacked, 1, LANES], so that the compiler has less
-        to do.
+        experts begins with a tile of its own. Up to LIST tiles are a chunk, from which each lane makes a list.
+    stacks: whether chunks of equally many tiles are stacked, [stacked, 1, LANES], so that the compiler has less to do.
+        It needs turns of one row.
     packed: whether a key and its expert share 32 bits, so that one maximum finds both.
     of_scores: whether the choice compares scores, and not logits.
     elsewhere: whether the first choice may be another expert than that of the greatest logit.
@@ -33,6 +33,7 @@ class RouteSpec:
     score: str
     score_first: bool
     renormalize: bool
+    stacks: bool = False
     n_groups: int = 1
     groups_kept: int = 1
     top2: bool = True
@@ -85,7 +86,7 @@ class RouteSpec:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Three numbers a chunk: its first tile, how many are stacked in it, and how many tiles each of these has."""
-        return _chunks(self.n_tiles, self.rows == 1 and not self.grouped)
+        return _chunks(self.n_tiles, self.stacks and not self.grouped)
 
     @property
     def n_chunks(self) -> int:
