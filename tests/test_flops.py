@@ -66,6 +66,18 @@ def test_a_linear_loss_that_needs_no_gradient_counts_its_logits(device):
     assert counter.get_total_flops() == PRODUCT
 
 
+def test_log_probabilities_of_a_layer_count_what_it_does(device):
+    g, target = layer(device)
+    found, by_operator = count(lambda: fused_softmax.linear_log_prob(g["x"], g["w"], target, logits="recompute"))
+    if device == "cpu" and not INTERPRETED:
+        assert sum(found) == 3 * PRODUCT
+    else:
+        assert found == [PRODUCT, 3 * PRODUCT]  # whose backward pass makes the logits again
+        assert by_operator[1] == {OPERATORS.linear_log_prob_backward: found[1]}
+    found, _ = count(lambda: fused_softmax.linear_log_prob(g["x"], g["w"], target, logits="keep"))
+    assert sum(found) == 3 * PRODUCT
+
+
 def test_a_linear_loss_of_probabilities_is_counted(device):
     g, _ = layer(device)
     target = torch.full((N, CLASSES), 1 / CLASSES, device=device)

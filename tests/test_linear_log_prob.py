@@ -279,6 +279,105 @@ def test_compiled_and_transformed_it_says_the_same(device):
     torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1))(*plain), expected)
 
 
+@pytest.mark.parametrize("kept", [None, "int32, int64", "bitmask"], ids=str)
+@pytest.mark.parametrize("dtypes", [(FP32, None), (BF16, FP32)], ids=str)
+def test_compiled_it_is_one_operator_and_has_chunks_too(kept, dtypes, device, monkeypatch):
+    """Of a whole graph, with temperatures of rows, a bias, several targets, an ignored row of NaN, float32 masters."""
+    x, w, bias = layer(device, *dtypes)
+    x[2], columns = float("nan"), torch.arange(CLASSES).expand(N, -1) % 3 > 0
+    leaves, target = [each.requires_grad_() for each in (x, w, bias)], targets(device, 2)
+    columns = None if kept is None else given(columns.clone().scatter_(1, target.cpu().clamp_min(0), True), kept)
+    columns = tuple(each.to(device) for each in columns) if isinstance(columns, tuple) else columns
+    columns = columns.to(device) if isinstance(columns, torch.Tensor) else columns
+    temperature, made, shapes = torch.linspace(0.5, 2.0, N, device=device), [], []
+
+    def call(x, w, bias, target, temperature, columns, logits="recompute"):
+        return linear_log_prob(
+            x, w, target, linear_bias=bias, temperature=temperature, softcap=5.0, kept=columns, return_entropy=True,
+            return_lse=True, return_stats=("is_top1", "mean_logits"), chunk_size=3, logits=logits,
+        )  # fmt: skip
+
+    def backend(module, _):
+        made.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    def gradients(found):
+        return torch.autograd.grad((found.log_prob * found.entropy[:, None]).sum() + found.lse.square().sum(), leaves)
+
+    real = fused_softmax.ops.losses.linear_by_rows.chunks
+    watched = lambda *given: (shapes.append(each[1].shape) or each for each in real(*given))  # noqa: E731
+    monkeypatch.setattr("fused_softmax.ops.losses.linear_log_prob.chunks", watched)
+    torch._dynamo.reset()
+    arguments = *leaves, target, temperature, columns
+    expected = call(*arguments)
+    wanted = gradients(expected)
+    rough = {"rtol": 2**-6, "atol": 2**-5} if dtypes[0] == BF16 else {}
+    for each in (backend, "aot_eager"):
+        shapes.clear()
+        found = torch.compile(call, backend=each, fullgraph=True)(*arguments)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradients(found), wanted, **rough)
+        assert max(shape[0] for shape in shapes) == 3
+    assert [each for each in made if "linear" in each or "mm" in each] == ["fused_softmax.linear_log_prob.default"]
+    made.clear()
+    found = torch.compile(call, backend=backend, fullgraph=True)(*arguments, logits="keep")
+    torch.testing.assert_close(found, expected, **rough)
+    assert "fused_softmax.linear_log_prob.default" not in made
+    assert "fused_softmax.log_prob.default" in made
+
+
+def test_more_rows_than_features_have_chunks_where_compiled(device):
+    x, w, _ = layer(device, n=3 * FEATURES)
+    w.requires_grad_()
+    made = []
+
+    def backend(module, _):
+        made.append({str(node.target) for node in module.graph.nodes})
+        return module
+
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_log_prob, backend=backend, fullgraph=True, dynamic=True)
+    for n in (3 * FEATURES, FEATURES + 1, FEATURES, 2):
+        rows, target = (each[:n].detach().clone() for each in (x, targets(device, n=3 * FEATURES)))
+        rows.requires_grad_()
+        torch.testing.assert_close(compiled(rows, w, target), linear_log_prob(rows, w, target))
+    assert ["fused_softmax.linear_log_prob.default" in each for each in made] == [
+        True,
+        False,
+    ]  # a graph of many, of few
+
+
+def test_exported_it_is_one_operator(device):
+    class Module(torch.nn.Module):
+        def forward(self, x, w, target):
+            return linear_log_prob(x, w, target, logits="recompute", return_entropy=True)[:2]
+
+    x, w, _ = layer(device)
+    exported = torch.export.export(Module(), (x, w, targets(device)), strict=True).module()
+    torch.testing.assert_close(exported(x, w, targets(device)), Module()(x, w, targets(device)))
+    assert "fused_softmax.linear_log_prob.default" in {str(node.target) for node in exported.graph.nodes}
+
+
+@pytest.mark.parametrize("temperature", [0.7, "of rows"])
+def test_a_second_derivative_of_the_operator(temperature, device):
+    x, w, bias = (each.requires_grad_() for each in layer(device, FP64))
+    target, by_row = targets(device), torch.linspace(0.5, 2.0, N, dtype=FP64, device=device)
+    t = by_row if temperature == "of rows" else temperature
+    operator, both = torch.ops.fused_softmax.linear_log_prob.default, []
+    of_call = (1.0, by_row) if temperature == "of rows" else (t, None)
+    for found in (
+        operator(x, w, bias, target[:, None], -100, 1.0, 5.0, *of_call, [True, True]),
+        linear_log_prob(
+            x, w, target, linear_bias=bias, softcap=5.0, temperature=t, return_entropy=True, return_lse=True
+        ),
+    ):
+        of_targets, *_, entropy, lse = found[:5] if len(found) > 4 else found[:3]
+        value = (of_targets.view(N) * entropy).sum() + lse.square().sum()
+        first = torch.autograd.grad(value, [x, w, bias], create_graph=True)
+        both.append((*first, *torch.autograd.grad(sum(each.square().sum() for each in first), [x, w, bias])))
+    torch.testing.assert_close(*both)
+
+
 def test_under_autocast_the_layer_is_lowered(device):
     x, w, bias = (each.requires_grad_() for each in layer(device))
     target = targets(device)

@@ -76,6 +76,7 @@ def loss_samples():
     of_linear = (None, -100, "mean", 0.1, None, 1.0, 0.0, 2, "fp32", [True] * 3)
     plain, bits = (-100, 1.0, None, 1.0, None), torch.tensor([[255], [12], [0]], dtype=torch.int32)
     lists = torch.tensor([7, 5, 0, 3, 1]), torch.tensor([0, 3, 4, 5], dtype=torch.int32)
+    states, incoming = (m, ls, rows.detach()), (given.detach(), rows.detach(), rows.detach())
     teacher = logits(3, 4, seed=7).detach(), logits(8, 4, seed=8).detach()
     of_rows = ("jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1, 2.0, 5.0, 1.0, rows.detach() + 2, "logits")
     of_rows = (*of_rows, None, 0.0, 2, "input")
@@ -118,6 +119,24 @@ def loss_samples():
             (x, several, m, ls, rows, given, rows, rows, -100, 0.5, 4.0, 1.0, rows.detach() + 1),
             (x, several, m, ls, rows, given, rows, rows, *plain, *lists),
             (x, several, m, ls, rows, given, rows, rows, *plain, None, None, bits),
+        ],
+        "linear_log_prob": [
+            (hidden, w, None, target[:, None]),
+            (hidden, w, b, several, -100, 0.5, 4.0, 0.7, None, [True] * 5),
+            (hidden, w, b, several, *plain[:3], 1.0, rows.detach() + 1, [False, True, False, False, True], None, None,
+             None, 2, "input"),
+            (hidden, w, None, several, *plain, [True] * 5, *lists, None, 2),
+            (hidden, w, None, several, *plain, [True, False, False, True, True], None, None, bits, 1),
+        ],
+        "linear_log_prob_backward": [
+            (*layer, several, *states, *incoming, -100, 0.5, 4.0, 1.0, rows.detach() + 1, [True, True],
+             None, None, None, 2, "fp32", [True] * 3),
+            (*layer[:2], None, target[:, None], *states, rows.detach()[:, None], None, None, *plain, [], None, None,
+             None, None, "input", [False, True, False]),
+            (*layer[:2], None, several, *states, *incoming, *plain, [True, True], *lists, None, 1, "fp32",
+             [True, True, False]),
+            (*layer[:2], None, several, *states, incoming[0], None, incoming[2], *plain, [], None, None, bits, None,
+             "fp32", [True, False, False]),
         ],
         "divergence": [
             (x, y),
@@ -381,6 +400,10 @@ def public_samples(device):
             ((x, target), {}),
             ((x, target.view(5, 1).expand(5, 3)), {"scale": -0.5, "softcap": 5.0, "temperature": weight[:5]}),
             ((x, target), {"softcap": 5.0, "kept": (torch.arange(350, device=device) % 70, whole)}),
+        ],
+        "linear_log_prob": [
+            ((hidden, w, target), options | bias)
+            for options in ({}, {"scale": -0.5, "softcap": 5.0, "temperature": weight[:5]})
         ],
         "divergence": [
             ((x[0],), {"target": x[1] / 2, "kind": kind, **options})  # of one row, the mean

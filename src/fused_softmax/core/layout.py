@@ -114,6 +114,14 @@ def overlap_like(out: Tensor, *read: Any) -> Callable[..., bool]:
     return overlaps
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a tensor, whose last dim becomes so much longer; of a copy unless its rows are without gaps."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+        x = x.as_strided(x.shape, (*x.stride()[:-1], 1))  # torch leaves the stride of a dim of one element as it was
+    return x.view(torch.uint8)
+
+
 def bytes_of(x: Tensor) -> int:
     """How many bytes from a tensor's first element to its last; 0 of none."""
     if not x.numel():

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fused_softmax.core.checks import CHECK
 from fused_softmax.core.described import described, typed
+from fused_softmax.core.layout import as_bytes
 from fused_softmax.ranks.peers import UNEVEN, choose
 
 Transport = Literal["peer", "collective"]
@@ -239,7 +240,7 @@ def check_targets_alike(name: str, group: Any, target: Tensor) -> None:
 
 def checksum(target: Tensor) -> int:
     """By which ranks compare the values of a tensor that all have to give alike."""
-    return zlib.crc32(target.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(as_bytes(target.detach().cpu().reshape(-1)).numpy().tobytes())
 
 
 def _digest_of(asked: Mapping[str, Any], sizes: tuple[int, ...]) -> int:

@@ -15,6 +15,7 @@ from fused_softmax.ops.attention import reference as reference_attention
 from fused_softmax.ops.attention.attention import attention
 from fused_softmax.ops.losses import divergence_operators as divergence_rules
 from fused_softmax.ops.losses import linear_divergence_operators as linear_divergence_rules
+from fused_softmax.ops.losses import linear_log_prob_operators as linear_log_prob_rules
 from fused_softmax.ops.losses import log_prob_operators as log_prob_rules
 from fused_softmax.ops.losses import operators as loss_rules
 from fused_softmax.ops.losses import reference as losses_reference
@@ -22,6 +23,7 @@ from fused_softmax.ops.losses.cross_entropy import cross_entropy
 from fused_softmax.ops.losses.divergence import divergence
 from fused_softmax.ops.losses.linear_cross_entropy import linear_cross_entropy
 from fused_softmax.ops.losses.linear_divergence import linear_divergence
+from fused_softmax.ops.losses.linear_log_prob import linear_log_prob
 from fused_softmax.ops.losses.log_prob import log_prob
 from fused_softmax.ops.routing import operators as routing_rules
 from fused_softmax.ops.routing import reference as routing_reference
@@ -180,13 +182,32 @@ OPERATORS = (
         gradient=log_prob_rules.log_prob_gradient,
         public=log_prob,
         reference=losses_reference.log_prob,
-        bench=("log_prob", "log_prob_gradient", "linear_log_prob"),
+        bench=("log_prob", "log_prob_gradient"),
     ),
     Operator(
         name="log_prob_backward",
         schema=log_prob_rules.BACKWARD,
         run=log_prob_rules.log_prob_backward,
         fake=log_prob_rules.fake_log_prob_backward,
+    ),
+    Operator(
+        name="linear_log_prob",
+        schema=linear_log_prob_rules.LINEAR_LOG_PROB,
+        run=linear_log_prob_rules.linear_log_prob,
+        fake=linear_log_prob_rules.fake_linear_log_prob,
+        save=linear_log_prob_rules.save_linear_log_prob,
+        gradient=linear_log_prob_rules.linear_log_prob_gradient,
+        flops=linear_log_prob_rules.flops_of_linear_log_prob,
+        public=linear_log_prob,
+        reference=losses_reference.linear_log_prob,
+        bench=("linear_log_prob",),
+    ),
+    Operator(
+        name="linear_log_prob_backward",
+        schema=linear_log_prob_rules.BACKWARD,
+        run=linear_log_prob_rules.linear_log_prob_backward,
+        fake=linear_log_prob_rules.fake_linear_log_prob_backward,
+        flops=linear_log_prob_rules.flops_of_linear_log_prob_backward,
     ),
     Operator(
         name="divergence",

@@ -102,8 +102,9 @@ def linear_log_prob(
     input_sharded: with group: each rank gives as many rows [rows, in_features] of the input, in rank order, and gets
         their gradient; targets [ranks * rows] or [ranks * rows, k], temperatures and results are those of all.
 
-    A second backward pass makes the logits again. Compiled code, torch.func and devices without kernels have all logits
-    in memory. A row's results have the same bits in any batch for which cuBLAS chooses the same kernel.
+    A second backward pass makes the logits again. Compiled code has chunks too; logits that it keeps have their
+    gradient beside them, and it makes those of ignored rows all the same. torch.func and devices without kernels have
+    all logits in memory. A row's results have the same bits in any batch for which cuBLAS chooses the same kernel.
     Returns as log_prob. Raises as log_prob; also ValueError for shapes that do not fit, chunk_size < 1, or an unknown
     logits or accumulate, and RuntimeError for a linear_weight or linear_bias of another dtype or device.
 
@@ -149,9 +150,11 @@ def _linear_log_prob(input, linear_weight, target, linear_bias, given, asked, ke
     empty = not (input.numel() and target.numel())
     refused = "there are no logits" if empty else of_logits.refused(input, target, options)
     route = route_of(_NAME, *tensors, refused=refused, batches=False, holds="" if empty else "all logits")
+    if route is Route.OPERATOR and not _keeps_where_traced(input, linear_weight, linear_bias, how):
+        return _traced(input, linear_weight, target, linear_bias, options, columns, wanted, how, dtype)
     if route is not Route.KERNEL:
         rows, targets = _rows_of(input, target)
-        of_rows = _of_rows(targets, options.ignore_index)
+        of_rows = target_of_rows(targets, options.ignore_index)
         made = whole_logits(rows, linear_weight, linear_bias, of_rows, options.ignore_index)
         return of_logits.of_checked(made.view(*leading, n_classes), target, given, wanted, dtype, kept)
     return _by_chunks(input, linear_weight, target, linear_bias, options, columns, wanted, how, dtype)
@@ -219,6 +222,29 @@ def _rows_of(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return rows, target.reshape(len(rows), target.shape[-1] if target.ndim == input.ndim else 1)
 
 
+def _keeps_where_traced(input: Tensor, w: Tensor, bias: Tensor | None, how: dict[str, Any]) -> bool:
+    """Whether all logits of a call that is traced are made at once, as a tensor of their own."""
+    if not any(each is not None and needs_grad(each) for each in (input, w, bias)):
+        return False
+    few = prod(input.shape[:-1]) <= max(how["chunk_size"] or 0, input.shape[-1])
+    return how["logits"] == "keep" or (how["logits"] == "auto" and few)
+
+
+def _traced(
+    input: Tensor, w: Tensor, target: Tensor, bias: Tensor | None, options: LogProb, columns: Kept, wanted: Asked,
+    how: dict[str, Any], dtype: torch.dtype | None,
+) -> Tensor | LogProbOutput:  # fmt: skip
+    """One registered operator, which makes the logits by chunks, and again for the gradient."""
+    rows, targets = _rows_of(input, target)
+    if isinstance(options.temperature, Tensor):
+        options = replace(options, temperature=options.temperature.detach().reshape(-1))
+    found = torch.ops.fused_softmax.linear_log_prob.default(
+        rows, w, bias, targets, *options.traced(), list(wanted[:-1]), *columns[:3], how["chunk_size"], how["accumulate"]
+    )
+    dtype = dtype or arithmetic_of(input)
+    return of_logits.output_of_operator(_NAME, found, wanted, target.shape, input.shape[:-1], dtype)
+
+
 def _by_chunks(
     input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, options: LogProb, columns: Kept,
     wanted: Asked, how: dict[str, Any], dtype: torch.dtype | None, shards: Shards | None = None,
@@ -238,7 +264,7 @@ def _by_chunks(
     way = way_of(rows, linear_weight, linear, asked, keeps, columns, shards is not None, how["chunk_size"])
     if way.classes is not None:  # chunks of rows then have no sum of linear_weight's gradient to save
         linear = linear_of(rows, linear_weight, how["chunk_size"], how["accumulate"], False)
-    of_call = _How(
+    of_call = How(
         options, linear, wanted._replace(states=any(asked)), keeps, way.classes, shards, not how["input_sharded"]
     )
     function = _LinearLogProb if shards is None else _LinearLogProbOverRanks
@@ -248,7 +274,7 @@ def _by_chunks(
     return of_logits.output_of(found, wanted, target.shape, input.shape[:-1], dtype or arithmetic_of(input))
 
 
-class _How(NamedTuple):
+class How(NamedTuple):
     """What a call does, beside its tensors.
 
     keeps: whether all logits stay for the backward pass. classes: of a block by which the gradients are made; None if
@@ -269,7 +295,7 @@ class _How(NamedTuple):
         return group_of(self.shards, self.summed)
 
 
-def _of_rows(targets: Tensor, ignore_index: int) -> Tensor:
+def target_of_rows(targets: Tensor, ignore_index: int) -> Tensor:
     """A target [n] for each row of targets [n, k]: ignored if all of the row's targets are."""
     counts = (targets.long() != ignore_index).any(-1)
     return torch.where(counts, 0 if ignore_index else 1, ignore_index)
@@ -281,7 +307,7 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, target, temperature, columns, how):
         ctx.set_materialize_grads(False)
-        found, ctx.logits = _forward(x, w, bias, target, temperature, columns, how)
+        found, ctx.logits = forward_of_layer(x, w, bias, target, temperature, columns, how)
         ctx.how = how
         ctx.save_for_backward(
             x, w, bias, target, temperature, found.m, found.ls, found.entropy, *columns[:3]
@@ -302,10 +328,12 @@ class _LinearLogProb(torch.autograd.Function):
         target, temperature, m, ls, entropy, *of_kept = saved
         columns = Kept(*of_kept)
         if ctx.how.shards is None and (torch.is_grad_enabled() or batched(*incoming)):
-            return *_differentiable(x, w, bias, target, temperature, columns, ctx.how, asked, incoming), *nothing
+            return *differentiable(x, w, bias, target, temperature, columns, ctx.how.options, asked, incoming), *nothing
         logits, ctx.logits = ctx.logits, None  # of which the gradient is made where they are
         states = m, ls, entropy
-        return *_backward(x, w, bias, target, temperature, columns, states, ctx.how, asked, incoming, logits), *nothing
+        return *backward_of_layer(
+            x, w, bias, target, temperature, columns, states, ctx.how, asked, incoming, logits
+        ), *nothing
 
 
 class _LinearLogProbOverRanks(_LinearLogProb):
@@ -317,7 +345,7 @@ class _LinearLogProbOverRanks(_LinearLogProb):
     backward = staticmethod(once(_NAME)(_LinearLogProb.backward))
 
 
-def _forward(x, w, bias, target, temperature, columns: Kept, how: _How) -> tuple[LogProbRows, Tensor | None]:
+def forward_of_layer(x, w, bias, target, temperature, columns: Kept, how: How) -> tuple[LogProbRows, Tensor | None]:
     """(what is known of all rows, the logits if they are kept)."""
     linear = Linear(x.shape[0], how.linear.accumulate) if how.keeps else how.linear
     parts, logits = [], None
@@ -336,8 +364,8 @@ def _forward(x, w, bias, target, temperature, columns: Kept, how: _How) -> tuple
     return LogProbRows(*joined), None  # type: ignore[arg-type]
 
 
-def _backward(
-    x, w, bias, target, temperature, columns: Kept, states, how: _How, asked, incoming: Incoming, kept: Tensor | None
+def backward_of_layer(
+    x, w, bias, target, temperature, columns: Kept, states, how: How, asked, incoming: Incoming, kept: Tensor | None
 ):  # fmt: skip
     """The gradients asked for. kept: all logits, over which their gradient is written; None if they are made again."""
     if how.classes is not None:
@@ -369,15 +397,15 @@ def _chunks(x: Tensor, w: Tensor, bias: Tensor | None, linear: Linear) -> Iterat
     yield from chunks(x, w, bias, linear) if len(x) else [(0, x.new_empty(0, len(w)))]
 
 
-def _differentiable(x, w, bias, target, temperature, columns: Kept, how: _How, asked, incoming: Incoming):
+def differentiable(x, w, bias, target, temperature, columns: Kept, options: LogProb, asked, incoming: Incoming):
     """The gradients, composed of torch's operations, for a second derivative or a batch of gradients."""
-    ignore_index, again = how.options.ignore_index, torch.is_grad_enabled()
+    ignore_index, again = options.ignore_index, torch.is_grad_enabled()
     with autocast.off(x), torch.enable_grad():
         x, w, bias = apart(x, w, bias)
         inputs = [each for each, wants in zip((x, w, bias), asked, strict=True) if wants]
         weight, of_bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        logits = whole_logits(x, weight, of_bias, _of_rows(target, ignore_index), ignore_index)
-        results = of_logits.referred(logits, target, how.options, temperature, columns)[:3]
+        logits = whole_logits(x, weight, of_bias, target_of_rows(target, ignore_index), ignore_index)
+        results = of_logits.referred(logits, target, options, temperature, columns)[:3]
         pairs = [(y, g.to(y.dtype)) for y, g in zip(results, incoming, strict=True) if g is not None]
         outputs, of_outputs = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(outputs, inputs, of_outputs, create_graph=again))

@@ -621,10 +621,15 @@ def _traced(input, target, options: LogProb, columns: Kept, wanted: Asked, dtype
     rows = input.reshape(-1, input.shape[-1])
     if isinstance(options.temperature, Tensor):
         options = replace(options, temperature=options.temperature.detach().reshape(-1))
-    asked = list(wanted[:-1])
-    of_targets, _, _, *found = torch.ops.fused_softmax.log_prob.default(
-        rows, target.reshape(rows.shape[0], -1), *options.traced(), asked, *columns[:3]
+    found = torch.ops.fused_softmax.log_prob.default(
+        rows, target.reshape(rows.shape[0], -1), *options.traced(), list(wanted[:-1]), *columns[:3]
     )
-    *found, top = found
-    stats = refusing(_NAME, STATISTICS, [*found[2:], top], of_targets, HAVE) if any(wanted[2:-1]) else [*found[2:], top]
-    return output_of((of_targets, *found[:2], *stats), wanted, target.shape, input.shape[:-1], dtype)
+    return output_of_operator(_NAME, found, wanted, target.shape, input.shape[:-1], dtype)
+
+
+def output_of_operator(name: str, found, wanted: Asked, shape, leading, dtype) -> Tensor | LogProbOutput:
+    """`output_of` for what an operator gave."""
+    of_targets, _, _, *of_rows = found
+    of_rows, stats = of_rows[:2], of_rows[2:]
+    stats = refusing(name, STATISTICS, stats, of_targets, HAVE) if any(wanted[2:-1]) else stats
+    return output_of((of_targets, *of_rows, *stats), wanted, shape, leading, dtype)

@@ -19,17 +19,18 @@ from fused_softmax.ops.losses.options import EVERY, Kept, LogProb
 _OPTIONS = LogProb.schema()
 _N_OPTIONS = len(LogProb().traced())
 _KEPT = ", ".join(f"Tensor? kept_{name}=None" for name in ("ids", "offsets", "bits"))
-LOG_PROB = (
-    f"(Tensor input, Tensor target, {_OPTIONS}, bool[] asked=[], {_KEPT}) -> (Tensor log_prob, Tensor m, Tensor ls, "
-    "Tensor entropy, Tensor lse, Tensor log_sum_sq_probs, Tensor mean_logits, Tensor is_top1)"
+GIVEN = f"{_OPTIONS}, bool[] asked=[], {_KEPT}"
+N_GIVEN = _N_OPTIONS + 4
+RESULTS = (
+    "(Tensor log_prob, Tensor m, Tensor ls, Tensor entropy, Tensor lse, Tensor log_sum_sq_probs, Tensor mean_logits, "
+    "Tensor is_top1)"
 )
-BACKWARD = (
-    f"(Tensor input, Tensor target, Tensor m, Tensor ls, Tensor entropy, Tensor? dlog_prob, Tensor? dentropy, "
-    f"Tensor? dlse, {_OPTIONS}, {_KEPT}) -> Tensor"
-)
+STATES = "Tensor m, Tensor ls, Tensor entropy, Tensor? dlog_prob, Tensor? dentropy, Tensor? dlse"
+LOG_PROB = f"(Tensor input, Tensor target, {GIVEN}) -> {RESULTS}"
+BACKWARD = f"(Tensor input, Tensor target, {STATES}, {_OPTIONS}, {_KEPT}) -> Tensor"
 
 
-def _split(given: Sequence) -> tuple[LogProb, Asked, Kept]:
+def split(given: Sequence) -> tuple[LogProb, Asked, Kept]:
     options, (asked, *kept) = given[:_N_OPTIONS], given[_N_OPTIONS:] or ((),)
     return LogProb.of_traced(options), Asked(*asked)._replace(states=True), Kept(*kept)
 
@@ -41,29 +42,30 @@ def _temperature(options: LogProb, x: Tensor) -> Tensor | None:
 
 def log_prob(input, target, *given):
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
-        options, asked, kept = _split(given)
-        empty, there = input.new_empty, on_device(input) and input.numel() and target.numel()
-        if there:
+        options, asked, kept = split(given)
+        if on_device(input) and input.numel() and target.numel():
             x = ops.aligned(input, kept)
             t, alike = _temperature(options, x), options.with_number()
-            found = forward(given_of(x, target.contiguous(), t, alike, kept), alike, asked)
-            m, ls, *results = found
-        else:
-            t = options.temperature if isinstance(options.temperature, Tensor) else None
-            kept = kept if input.numel() else EVERY  # whose offsets may be of rows that are not there
-            of_targets, entropy, lse, stats = ops.referred(input, target, options.with_number(), t, kept)
-            results = [of_targets, entropy, lse, *stats.values()]
-            wants = True, *asked[:-1]
-            results = [each if wanted else None for each, wanted in zip(results, wants, strict=True)]
-            m, ls = lse.clone(), torch.zeros_like(lse)
-        arithmetic = arithmetic_of(input)
-        dtypes = (*[arithmetic] * (len(results) - 1), torch.bool)
-        results = [empty(0, dtype=d) if each is None else each for each, d in zip(results, dtypes, strict=True)]
-        return results[0], m, ls, *results[1:]
+            return results_of(forward(given_of(x, target.contiguous(), t, alike, kept), alike, asked), input)
+        t = options.temperature if isinstance(options.temperature, Tensor) else None
+        kept = kept if input.numel() else EVERY  # whose offsets may be of rows that are not there
+        of_targets, entropy, lse, stats = ops.referred(input, target, options.with_number(), t, kept)
+        results = [of_targets, entropy, lse, *stats.values()]
+        wants = True, *asked[:-1]
+        results = [each if wanted else None for each, wanted in zip(results, wants, strict=True)]
+        return results_of((lse.clone(), torch.zeros_like(lse), *results), input)
+
+
+def results_of(found: Sequence, input: Tensor) -> tuple:
+    """What is known of rows, empty where it was not asked for. found: as a LogProbRows has it."""
+    m, ls, *results = found
+    dtypes = (*[arithmetic_of(input)] * (len(results) - 1), torch.bool)
+    results = [input.new_empty(0, dtype=d) if each is None else each for each, d in zip(results, dtypes, strict=True)]
+    return results[0], m, ls, *results[1:]
 
 
 def fake_log_prob(input, target, *given):
-    _, asked, _ = _split(given)
+    _, asked, _ = split(given)
     n, dtype = input.shape[0], arithmetic_of(input)
 
     def of_row(wanted):
@@ -77,7 +79,7 @@ def fake_log_prob(input, target, *given):
 def save_log_prob(ctx, inputs, output):
     input, target, *given = inputs
     _, m, ls, entropy, _, *stats = output
-    options, asked, kept = _split(given)
+    options, asked, kept = split(given)
     temperature = options.temperature if isinstance(options.temperature, Tensor) else None
     ctx.options, ctx.asked = options.with_number(), asked
     ctx.save_for_backward(input, target, m, ls, entropy, temperature, *kept[:3])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.described import described, typed
+from fused_softmax.core.layout import as_bytes
 from fused_softmax.core.options import Options, is_bool, option
 
 _LEAST_NORMAL, _GREATEST = 2.0**-126, float(torch.finfo(torch.float32).max)
@@ -215,7 +216,7 @@ class Kept(NamedTuple):
         ids, offsets, bits, first_row = self
         if ids is not None and offsets is not None:
             return Kept(ids.contiguous(), offsets.contiguous(), None, first_row)
-        return self if bits is None else Kept(None, None, bits.contiguous().view(torch.uint8))
+        return self if bits is None else Kept(None, None, as_bytes(bits.contiguous()))
 
     def rows(self, here: slice) -> "Kept":
         """Of some of the rows."""

@@ -179,6 +179,16 @@ def log_prob(
     return of_targets.view(target.shape), entropy, lse, {name: each.detach() for name, each in stats.items()}
 
 
+def linear_log_prob(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    arithmetic: torch.dtype = torch.float64, **arguments,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Those of fused_softmax.linear_log_prob likewise, all logits at once. arguments: `log_prob`'s."""
+    bias = None if linear_bias is None else linear_bias.to(arithmetic)
+    logits = torch.nn.functional.linear(input.to(arithmetic), linear_weight.to(arithmetic), bias)
+    return log_prob(logits, target, arithmetic=arithmetic, **arguments)
+
+
 def _truncated(z, t, shape, counts, wrong, columns, spoilt) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """`log_prob` of logits z that are normalised over some columns of each row. spoilt: rows [..., 1] that are NaN."""
     of_row, n = counts.any(-1), columns.sum(-1)

@@ -23,6 +23,7 @@ from torch import Tensor
 from fused_softmax.core import launch, workspace
 from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
+from fused_softmax.core.layout import as_bytes
 from fused_softmax.core.runner import has_ptx, overlapping, overlaps
 from fused_softmax.ops.sampling.kernels.spec import SampleSpec
 from fused_softmax.ops.sampling.options import Sampling
@@ -421,5 +422,5 @@ def readable(
     if bias is not None and bias.stride(-1) != 1:
         bias = bias.contiguous()
     if bitmask is not None:
-        bitmask = (bitmask if bitmask.stride(1) == 1 else bitmask.contiguous()).view(torch.uint8)
+        bitmask = as_bytes(bitmask)
     return logits, bias, bitmask, rows if rows is None or rows.is_contiguous() else rows.contiguous()
