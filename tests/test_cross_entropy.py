@@ -226,6 +226,40 @@ def test_probabilities(reduction, options, device):
     torch.testing.assert_close(*found)
 
 
+@every_reduction
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("shape", [(40,), (6, 40), (2, 40, 3)], ids=str)
+@pytest.mark.parametrize("options", ["plain", "smoothing, weights", "softcap"])
+def test_probabilities_are_one_operator_where_compiled(reduction, dtypes, shape, options, device):
+    """With the gradients of both, one after the other, and a second derivative."""
+    dims = [0] if len(shape) == 1 else [1]
+    x = peaked(math.prod(shape), 1).view(shape).to(device, dtypes[0]).requires_grad_()
+    q = torch.softmax(peaked(math.prod(shape), 1, seed=3).view(shape), *dims).to(device, dtypes[1]).requires_grad_()
+    given, made = named(OPTIONS[options], 40, device=device) | {"reduction": reduction}, []
+
+    def backend(module, _):
+        made.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    torch._dynamo.reset()
+    expected = cross_entropy(x, q, **given)
+    dy = torch.linspace(0.5, 1.5, expected.numel(), device=device).view(expected.shape).to(expected.dtype)
+    rough = {"rtol": 2**-7, "atol": 2**-7} if BF16 in dtypes else {}
+    for each in (backend, "aot_eager"):
+        found = torch.compile(cross_entropy, backend=each, fullgraph=True)(x, q, **given)
+        torch.testing.assert_close(found, expected, **rough)
+        for wanted in ((x, q), x, q):
+            of_both = (torch.autograd.grad(y, wanted, dy, retain_graph=True) for y in (found, expected))
+            torch.testing.assert_close(*of_both, **rough)
+    assert made.count("fused_softmax.divergence.default") == 1
+    assert not any("softmax.int" in each or "log_softmax" in each or "cross_entropy" in each for each in made)
+    second = []
+    for y in (torch.compile(cross_entropy, backend=backend, fullgraph=True)(x, q, **given), expected):
+        of_x = torch.autograd.grad(y, x, dy, create_graph=True)[0]
+        second.append(torch.autograd.grad(of_x.float().square().sum(), x)[0])
+    torch.testing.assert_close(*second, **rough)
+
+
 @pytest.mark.parametrize("n_cols", [60, 700, 5000])
 @pytest.mark.parametrize("where", ["leading", "middle", "trailing"])
 def test_a_finite_row_with_a_tile_of_minus_infinity_is_finite(n_cols, where, device):

@@ -143,11 +143,14 @@ def loss_samples():
             (x, y, "jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1, 2.0, 5.0, 1.0, rows.detach() + 2),
             (x, y.log_softmax(-1), "reverse_kl", *of_pair, "log_probs"),
             (x, y.softmax(-1), "tvd", *of_pair, "probs"),
+            (x, y.softmax(-1).requires_grad_(), *of_loss[2:-1]),
         ],
         "divergence_backward": [
             (x.detach(), y, m, m, ls, m, ls, ls, rows.detach()),
             (x.detach(), y, m, m, ls, m, ls, ls, rows.detach(), "jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1),
             (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), "kl", *of_pair, "probs"),
+            (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), *of_loss[2:-1], [True, True]),
+            (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), *of_loss[2:-1], [False, True]),
         ],
         "linear_divergence": [
             (hidden, w, None, *teacher, None), (hidden, w, b, *teacher, layer[2], *of_rows),

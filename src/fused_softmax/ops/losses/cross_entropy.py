@@ -224,7 +224,9 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     route = route_of(name, *tensors, refused=refused, batches=False)
     if not probabilities and checks_values(input, target):
         check_targets(name, target, n_classes, ignore_index)
-    if route is Route.OPERATOR and not probabilities:
+    if route is Route.OPERATOR:
+        if probabilities:
+            return _of_probabilities(input, target, loss, traced=True).to(result_dtype)
         return _traced(input, target, loss, wanted, result_dtype, lse)
     if route is not Route.KERNEL:
         if loss.batch_invariant and on_device(input) and input.numel():
@@ -257,15 +259,19 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     return launched(input, target, weight, *numbers, lse)
 
 
-def _of_probabilities(input: Tensor, target: Tensor, loss: Loss) -> Tensor:
+def _of_probabilities(input: Tensor, target: Tensor, loss: Loss, traced: bool = False) -> Tensor:
     """The loss of targets that are probabilities, float32, with the gradients of both."""
     pair, asked = (
         Pair(rows_of(input), rows_of(target), weight_for_kernels(loss.weight, input)),
         Divergence.of_loss(loss),
     )
-    if loss.reduction != "none" and is_written_at_once(pair):
+    if not traced and loss.reduction != "none" and is_written_at_once(pair):
         return summed_pair(pair, asked, None, loss.reduction)
-    rows = differentiated_pair(pair, asked)
+    if traced:  # one operator, which cannot write gradients beside the loss
+        of_classes = pair.weight, asked.label_smoothing
+        rows = torch.ops.fused_softmax.divergence.default(pair.x, pair.y, *asked.traced(), *of_classes)[0]
+    else:
+        rows = differentiated_pair(pair, asked)
     if loss.reduction == "none":
         return rows.view(input.shape[:1] + input.shape[2:] if input.ndim > 1 else ())
     return rows.mean() if loss.reduction == "mean" else rows.sum()

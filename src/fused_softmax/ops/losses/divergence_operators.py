@@ -3,6 +3,8 @@
 Of rows [n, n_classes] of a student and of a teacher. m_t and ls_t are empty where the teacher has no logits.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,14 +14,29 @@ from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows
 from fused_softmax.ops.losses.options import Divergence
 
 _OPTIONS = Divergence.schema()
+_N_OPTIONS = len(Divergence().traced())
+OF_LOSS = "Tensor? weight=None, float label_smoothing=0.0"
 DIVERGENCE = (
-    f"(Tensor input, Tensor target, {_OPTIONS}) -> (Tensor divergence, Tensor m, Tensor ls, Tensor m_t, Tensor ls_t, "
-    "Tensor total)"
+    f"(Tensor input, Tensor target, {_OPTIONS}, {OF_LOSS}) -> (Tensor divergence, Tensor m, Tensor ls, Tensor m_t, "
+    "Tensor ls_t, Tensor total)"
 )
 BACKWARD = (
     "(Tensor input, Tensor target, Tensor divergence, Tensor m, Tensor ls, Tensor m_t, Tensor ls_t, Tensor total, "
-    f"Tensor ddivergence, {_OPTIONS}) -> Tensor"
+    f"Tensor ddivergence, {_OPTIONS}, {OF_LOSS}, bool[] asked=[]) -> (Tensor input, Tensor target)"
 )
+_DEFAULTS: tuple[Any, ...] = (None, 0.0, [])
+
+
+def _split(given: tuple) -> tuple[Divergence, Tensor | None, list[bool]]:
+    """(options, weights of classes, which gradients are wanted). The dispatcher leaves out last defaults."""
+    more = given[_N_OPTIONS:]
+    weight, label_smoothing, asked = more + _DEFAULTS[len(more) :]
+    options = Divergence.of_traced(given[:_N_OPTIONS], label_smoothing=label_smoothing)
+    return options, weight, list(asked) or [True, False]
+
+
+def _pair(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None) -> Pair:
+    return ops.pair_of(input, target, options)._replace(weight=weight)
 
 
 def _runs(input: Tensor, target: Tensor, options: Divergence) -> bool:
@@ -28,19 +45,19 @@ def _runs(input: Tensor, target: Tensor, options: Divergence) -> bool:
 
 def divergence(input, target, *given):
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
-        options = Divergence.of_traced(given)
+        options, weight, _ = _split(given)
         if not _runs(input, target, options):
-            value = ops.referred(input, target, options).to(torch.float32)
+            value = ops.referred(input, target, options, weight=weight).to(torch.float32)
             rest = [torch.zeros_like(value) for _ in range(5)]
             return value, *rest
-        rows = ops.run(ops.pair_of(input, target, options), options.with_numbers())[1]
+        rows = ops.run(_pair(input, target, options, weight), options.with_numbers())[1]
         of_teacher = rows.m_t, rows.ls_t
         m_t, ls_t = (input.new_empty(0, dtype=torch.float32) if each is None else each for each in of_teacher)
         return rows.value, rows.m, rows.ls, m_t, ls_t, rows.total
 
 
 def fake_divergence(input, target, *given):
-    options = Divergence.of_traced(given)
+    options, *_ = _split(given)
     n = input.shape[0]
     states = n if options.target_is == "logits" or not _runs(input, target, options) else 0
     return tuple(input.new_empty(size, dtype=torch.float32) for size in (n, n, n, states, states, n))
@@ -48,9 +65,9 @@ def fake_divergence(input, target, *given):
 
 def save_divergence(ctx, inputs, output):
     input, target, *given = inputs
-    options = Divergence.of_traced(given)
+    options, weight, _ = _split(tuple(given))
     ctx.options = options.with_numbers()
-    ctx.save_for_backward(*ops.pair_of(input, target, options), *output)
+    ctx.save_for_backward(*_pair(input, target, options, weight), *output)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -58,26 +75,38 @@ def save_divergence(ctx, inputs, output):
 def divergence_gradient(ctx, ddivergence, *_):
     saved = ctx.saved_tensors
     pair, (value, *states) = Pair(*saved[:OF_PAIR]), saved[OF_PAIR:]
-    dx: Tensor | None = None
-    if ctx.needs_input_grad[0] and ddivergence is not None:
+    found: list[Tensor | None] = [None, None]
+    asked = list(ctx.needs_input_grad[:2])
+    if any(asked) and ddivergence is not None:
         if torch.is_grad_enabled():
-            dx = ops.differentiable_gradient(pair, ctx.options, ddivergence, value)[0]
+            found = list(ops.differentiable_gradient(pair, ctx.options, ddivergence, value, asked))
         else:
-            operator = torch.ops.fused_softmax.divergence_backward.default
             options = ops.with_rows(ctx.options, pair)
-            dx = operator(pair.x, pair.y, value, *states, ddivergence, *options.traced())
-    return (dx, *[None] * (len(ctx.needs_input_grad) - 1))
+            made = torch.ops.fused_softmax.divergence_backward.default(
+                pair.x, pair.y, value, *states, ddivergence, *options.traced(), pair.weight, options.label_smoothing,
+                asked,
+            )  # fmt: skip
+            found = [each if wants else None for each, wants in zip(made, asked, strict=True)]
+    return (*found, *[None] * (len(ctx.needs_input_grad) - 2))
 
 
 def divergence_backward(input, target, value, m, ls, m_t, ls_t, total, ddivergence, *given):
     with torch._C.DisableTorchFunction():
-        options = Divergence.of_traced(given)
-        pair, alike = ops.pair_of(input, target, options), options.with_numbers()
-        if not _runs(input, target, options):
-            return ops.differentiable_gradient(pair, alike, ddivergence, value)[0]
-        m_t, ls_t = (m_t, ls_t) if options.target_is == "logits" else (None, None)
-        return ops.gradients(pair, PairRows(m, ls, m_t, ls_t, value, total), ddivergence, alike)[0]
+        options, weight, asked = _split(given)
+        pair, alike = _pair(input, target, options, weight), options.with_numbers()
+        if _runs(input, target, options):
+            m_t, ls_t = (m_t, ls_t) if options.target_is == "logits" else (None, None)
+            found: Any = ops.gradients(pair, PairRows(m, ls, m_t, ls_t, value, total), ddivergence, alike, asked[1])
+        else:
+            found = ops.differentiable_gradient(pair, alike, ddivergence, value, asked)
+        return tuple(
+            input.new_empty(0) if each is None or not wants else each for each, wants in zip(found, asked, strict=True)
+        )
 
 
-def fake_divergence_backward(input, *_):
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
+def fake_divergence_backward(input, target, *given):
+    *_, asked = _split(given[7:])
+    return tuple(
+        torch.empty_like(each, memory_format=torch.contiguous_format) if wants else input.new_empty(0)
+        for each, wants in zip((input, target), asked, strict=True)
+    )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import linear_pairs as ops
+from fused_softmax.ops.losses.divergence_operators import OF_LOSS
 from fused_softmax.ops.losses.divergence_rows import pair_of, referred, refused, with_rows
 from fused_softmax.ops.losses.linear_by_rows import linear_of
 from fused_softmax.ops.losses.options import Divergence
@@ -20,8 +21,7 @@ _LAYERS = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target_input, Tensor? target_weight, "
     "Tensor? target_bias"
 )
-_OF_LOSS = "Tensor? weight=None, float label_smoothing=0.0"
-_HOW = f'{Divergence.schema()}, {_OF_LOSS}, int? chunk_size=None, str accumulate="fp32"'
+_HOW = f'{Divergence.schema()}, {OF_LOSS}, int? chunk_size=None, str accumulate="fp32"'
 _N_OPTIONS = len(Divergence().traced())
 LINEAR_DIVERGENCE = f"({_LAYERS}, {_HOW}) -> Tensor"
 BACKWARD = (
