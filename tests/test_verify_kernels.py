@@ -10,7 +10,8 @@ from sampling_cases import few, hard_rows
 import fused_softmax
 from fused_softmax import explain, sample, speculative_sample
 from fused_softmax.core import calls
-from fused_softmax.ops.sampling import judged, reference, speculative, verification
+from fused_softmax.ops.sampling import judged, reference, speculative, turns, verification
+from fused_softmax.ops.sampling.options import Sampling
 
 FILTERS = [
     {}, {"temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 5}, {"top_k": 90}, {"top_p": 0.8},
@@ -251,6 +252,21 @@ def test_few_rows_are_masked_at_a_time(monkeypatch, device):
     assert torch.equal(fused_softmax.top_p_mask_logits(x, top_p), whole)
 
 
+def test_few_sequences_of_short_rows_are_verified_at_a_time(monkeypatch, device):
+    """Notes of a row of 64 columns take as much as of one of 16000."""
+    target, draft, tokens = rows_of(7, 2, 64, torch.bfloat16, device)
+    whole = speculative_sample(target, tokens, draft, top_p=0.9, seed=1)
+    real, at_once = speculative.prepare_speculation, []
+    watched = lambda given, *more, **asked: at_once.append(len(given[0])) or real(given, *more, **asked)  # noqa: E731
+    monkeypatch.setattr(speculative, "prepare_speculation", watched)
+    of_a_row = 2 * judged.bytes_of_a_row(7 * 3, target, Sampling(top_p=0.9))
+    monkeypatch.setattr(turns, "_MOST_BYTES", 3 * 3 * of_a_row)
+    calls.forget()
+    found = speculative_sample(target, tokens, draft, top_p=0.9, seed=1)
+    assert at_once == [3, 3, 1]
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], whole[:3], strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_long_rows_are_masked_as_by_torch(mask, device):
@@ -320,6 +336,15 @@ def test_they_take_no_memory_of_the_vocabulary(verify, filters, notes, device):
     options = {"verify": verify} | ({"parents": [-1, 0, 1, 2]} if verify == "tree" else {})
     call = lambda: speculative_sample(target, tokens, draft, **filters, **options, seed=1)  # noqa: E731
     assert memory_of(call) < (notes + 3) * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("verify", ["chain", "block"])
+def test_many_short_rows_are_verified_in_bounded_memory(verify, device):
+    """Of 65536 rows of target and draft, the notes of what filters keep would take 4.7 GB at once."""
+    target, draft, tokens = rows_of(2**14, 1, 64, torch.bfloat16, device)
+    call = lambda: speculative_sample(target, tokens, draft, top_p=0.9, verify=verify, seed=1)  # noqa: E731
+    assert memory_of(call) < (512 + 64) * MIB
 
 
 @pytest.mark.gpu

@@ -168,13 +168,18 @@ def prepare_masks(logits: Tensor, filter: str, number: Number) -> Callable[[Tens
 
 def _turns(logits: Tensor, options: Sampling) -> list[slice]:
     """The rows that are judged at a time, with scratch of some 16 MiB. The last turn has no more than the others."""
-    n_rows, n_cols = logits.shape
-    index = logits.get_device()
-    plan = plan_draws(n_rows, n_cols, logits.element_size(), device_of(index))
-    bytes_of_row = 8 * _spec_of(plan, options, index, logits.dtype, False).scratch
+    n_rows = logits.shape[0]
+    bytes_of_row = bytes_of_a_row(n_rows, logits, options)
     most = max(1, _MOST_BYTES // bytes_of_row // _ALIGNED) * _ALIGNED
     at_once = -(-n_rows // -(-n_rows // most) // _ALIGNED) * _ALIGNED if n_rows else 1
     return [slice(begin, min(begin + at_once, n_rows)) for begin in range(0, n_rows, at_once)]
+
+
+def bytes_of_a_row(n_rows: int, logits: Tensor, options: Sampling) -> int:
+    """Bytes of scratch of one of n_rows rows [..., n_cols]."""
+    index, dtype = logits.get_device(), logits.dtype
+    plan = plan_draws(n_rows, logits.shape[-1], logits.element_size(), device_of(index))
+    return 8 * _spec_of(plan, options, index, dtype, False).scratch
 
 
 def _masking(filter: str, number: Number) -> Sampling:

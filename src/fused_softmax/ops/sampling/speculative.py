@@ -27,13 +27,19 @@ from fused_softmax.ops.sampling.options import (
     sampling_of,
 )
 from fused_softmax.ops.sampling.sample import sample
-from fused_softmax.ops.sampling.turns import in_turns
+from fused_softmax.ops.sampling.turns import in_turns, rows_at_a_time
 from fused_softmax.ops.sampling.verification import SpeculativeOutput, Verify
-from fused_softmax.ops.sampling.verified import Given, flattened, of_sequences, prepare_speculation, rows_of_masks
+from fused_softmax.ops.sampling.verified import (
+    Given,
+    bytes_of_verified,
+    flattened,
+    of_sequences,
+    prepare_speculation,
+    rows_of_masks,
+)
 
 _INTEGERS, _IN_WORDS = (torch.int64, torch.int32), "int64 or int32"
 _OF_ROWS = "temperature", "top_k", "top_p", "min_p"
-_MOST_LOGITS = 2**29  # whose rows kernels verify at a time, with notes of some 300 MiB
 
 
 def speculative_sample(
@@ -175,8 +181,9 @@ def _speculative(target_logits, drafts, filters, masks, asked, random, look):
         masks = (None if each is None else _of_rows(each, n) for each in (given.logit_bias, given.bitmask))
         sequences, named = (*given[:6], *masks, seeds, positions), options.filters() | asked
         if route is Route.KERNEL:
-            if target_logits.numel() > _MOST_LOGITS:
-                return SpeculativeOutput(*in_turns(_in_turn, sequences, named, 1))
+            most = rows_at_a_time(k_and_1 * max(target_logits.shape[2], bytes_of_verified(n * k_and_1, target_logits)))
+            if n > most:
+                return SpeculativeOutput(*in_turns(_in_turn, sequences, named, most))
             call = prepare_speculation(given, numbers, **asked)
             if look is not None:
                 with torch.set_grad_enabled(differentiates):  # as where the next call is looked up

@@ -21,16 +21,18 @@ _ALIGNED = 16  # draws: after so many, a row of any dtype and length is aligned 
 
 def in_turns(
     function: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: dict[str, Any],
-    bytes_of_a_logit: int = _BYTES_OF_A_LOGIT,
+    most: int | None = None,
 ) -> Any:  # fmt: skip
     """The results of a function of rows, called for some rows at a time: a tensor of rows, or a tuple of such.
 
-    given: tensors of rows, or None. numbers: those that are tensors [n_rows] are of rows too.
+    given: tensors of rows, or None. numbers: those that are tensors [n_rows] are of rows too. most: rows at a time;
+    None for as many as torch's operations have room for.
     """
     rows = given[0]
     assert rows is not None
     n_rows = len(rows)
-    most = max(1, _MOST_BYTES // (bytes_of_a_logit * max(1, rows[:1].numel())))
+    if most is None:
+        most = rows_at_a_time(_BYTES_OF_A_LOGIT * max(1, rows[:1].numel()))
     if n_rows <= most:
         return function(*given, **numbers)
     found = []
@@ -41,6 +43,10 @@ def in_turns(
     if isinstance(found[0], Tensor):
         return torch.cat(found)
     return tuple(None if each[0] is None else torch.cat(each) for each in zip(*found, strict=True))
+
+
+def rows_at_a_time(bytes_of_each: int) -> int:
+    return max(1, _MOST_BYTES // bytes_of_each)
 
 
 def prepare_sample(

@@ -16,7 +16,7 @@ from fused_softmax.core import launch
 from fused_softmax.core.calls import allocator
 from fused_softmax.core.device import device_of
 from fused_softmax.core.runner import has_ptx, overlapping, overlaps
-from fused_softmax.ops.sampling.judged import Judging, Rows
+from fused_softmax.ops.sampling.judged import Judging, Rows, bytes_of_a_row
 from fused_softmax.ops.sampling.kernels.spec import TraceSpec, VerifySpec
 from fused_softmax.ops.sampling.launches import Numbers
 from fused_softmax.ops.sampling.one_device import int64_of, prepared_of
@@ -60,6 +60,11 @@ def prepare_speculation(
     judges = _Judges(given, numbers, order, return_logprobs)
     follow = _Following(given, numbers, judges, verify)
     return lambda given, numbers: follow(given, numbers, judges(given, numbers))
+
+
+def bytes_of_verified(n_rows: int, logits: Tensor) -> int:
+    """Bytes of scratch that one of the target's rows takes at most, with the draft's beside it."""
+    return 2 * bytes_of_a_row(n_rows, logits, Sampling(top_p=0.5))
 
 
 class _Judged(NamedTuple):
