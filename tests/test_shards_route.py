@@ -177,6 +177,26 @@ def test_a_gradient_of_the_gradient(ranks, way):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+def compiled(group, way):
+    """(results, gradient) of an eager call and of a compiled one, made whole."""
+    routes.INTERPRET = way == "kernels"
+    mesh, found = mesh_of((2,)), []
+    tensors, others = arguments((16,))
+    mine = {name: distribute_tensor(each, mesh, [R if name == "bias" else Shard(0)]) for name, each in tensors.items()}
+    leaf = mine.pop("logits").requires_grad_()
+    for call in (route, torch.compile(route, backend="aot_eager")):
+        out = call(leaf, K, **mine, **others)
+        dx = gradient_of(out, leaf, lambda each: distribute_tensor(each, mesh, [Shard(0)]))
+        found.append([each.full_tensor().detach() for each in (*out, dx)])
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_shards_are_routed_alike(ranks, way):
+    for eager, traced in ranks.values(2, compiled, way):
+        torch.testing.assert_close(traced, eager)
+
+
 def explained(group, n_experts, k, watched):
     routes.INTERPRET = True
     leaf = distribute_tensor(tensor(6, n_experts), mesh_of((4,)), [Shard(0)]).requires_grad_()

@@ -166,21 +166,25 @@ def cut_of(name: str, given: Mapping[str, tuple[Any, Axes]], sizes: Sequence[int
             placement = tensor.placements[i]
             if placement.is_replicate():
                 continue
-            at = f"{argument} lies in {placement!r} over mesh dim {i}"
             axis = axes[placement.dim] if placement.is_shard() else None
             if axis is None or (tensor.shape[placement.dim] == 1 != sizes[axis]):
                 raise ValueError(
-                    f"{name}: {at}, and only {' and '.join(words)} may lie in shards: {_instead(argument, axes, words)}"
+                    f"{name}: {_lies(argument, tensor, i)}, and only {' and '.join(words)} may lie in shards: {_instead(argument, axes, words)}"
                 )
             if found is not None and axis != found.dim:
                 raise ValueError(
-                    f"{name}: {at}, which is of {words[axis]}, where {whose} has shards of {words[found.dim]}: "
+                    f"{name}: {_lies(argument, tensor, i)}, which is of {words[axis]}, where {whose} has shards of {words[found.dim]}: "
                     f"redistribute one of them, as {argument}.redistribute(placements=...)"
                 )
             if found is None:
                 found, whose = _at(placement, axis), argument
         placements.append(found or Replicate())
     return Cut(mesh, tuple(placements), sizes)
+
+
+def _lies(argument: str, tensor: Any, i: int) -> str:
+    """Apart, since a compiler that traces a call has no words for placements."""
+    return f"{argument} lies in {tensor.placements[i]!r} over mesh dim {i}"
 
 
 def _instead(argument: str, axes: Axes, words: Sequence[str]) -> str:
