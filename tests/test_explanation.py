@@ -212,8 +212,8 @@ OTHERS = {
     "there are no logits": (
         lambda x: fused_softmax.cross_entropy(x[:0], torch.zeros(0, dtype=torch.int64, device=x.device)), "composed",
     ),
-    "targets are probabilities": (
-        lambda x: fused_softmax.cross_entropy(x, x.softmax(-1), return_lse=True), "composed",
+    "targets are probabilities, beside token statistics": (
+        lambda x: fused_softmax.cross_entropy(x, x.softmax(-1), return_token_stats=True), "composed",
     ),
     "scale is 0": (
         lambda x: fused_softmax.cross_entropy(x, torch.zeros(6, dtype=torch.int64, device=x.device), scale=0.0),

@@ -279,10 +279,11 @@ def test_a_row_of_infinite_or_no_logits_is_as_torchs(device):
 
 
 ALL_LOGITS = {
-    "lse": ({"return_lse": True}, "targets are probabilities"),
-    "z-loss": ({"lse_square_scale": 0.1}, "targets are probabilities"),
-    "statistics": ({"return_token_stats": True}, "targets are probabilities"),
-    "a gradient of class weights": ({"weight": torch.ones(40, requires_grad=True)}, "targets are probabilities"),
+    "statistics": ({"return_token_stats": True}, "targets are probabilities, beside token statistics"),
+    "a gradient of class weights": (
+        {"weight": torch.ones(40, requires_grad=True)},
+        "targets are probabilities, of classes whose weights require a gradient",
+    ),
     "a scale of 0": ({"scale": 0}, "scale is 0"),
 }
 

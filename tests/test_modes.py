@@ -403,8 +403,10 @@ def test_a_mode_that_costs_memory_is_named_once(said, device):
 REASONS = {
     "float64": (lambda i: fused_softmax.attention(*[i["q"].double()] * 3), "no kernel has torch.float64"),
     "probabilities": (
-        lambda i: fused_softmax.linear_cross_entropy(i["x"], i["w"], i["w"][:12, :40].softmax(-1), return_lse=True),
-        "targets are probabilities",
+        lambda i: fused_softmax.linear_cross_entropy(
+            i["x"], i["w"], i["w"][:12, :40].softmax(-1), return_token_stats=True
+        ),
+        "targets are probabilities, beside token statistics",
     ),
     "a subclass": (
         lambda i: fused_softmax.attention(i["q"], i["q"].as_subclass(type("Mine", (torch.Tensor,), {})), i["q"]),

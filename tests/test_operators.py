@@ -150,16 +150,19 @@ def loss_samples():
             (x.detach(), y, m, m, ls, m, ls, ls, rows.detach(), "jsd", 0.3, 0.5, 4.0, 0.7, rows.detach() + 1),
             (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), "kl", *of_pair, "probs"),
             (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), *of_loss[2:-1], [True, True]),
+            (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), *of_loss[2:-1], [True, True],
+             rows.detach() + 1),
             (x.detach(), y.softmax(-1), m, m, ls, m[:0], ls[:0], ls, rows.detach(), *of_loss[2:-1], [False, True]),
         ],
         "linear_divergence": [
             (hidden, w, None, *teacher, None), (hidden, w, b, *teacher, layer[2], *of_rows),
-            (hidden, w, b, x.softmax(-1), *of_loss, "input"),
+            (hidden, w, b, x.softmax(-1), *of_loss, "input"), (hidden, w, b, x.softmax(-1), *of_loss, "input", True),
         ],
         "linear_divergence_backward": [
             (rows.detach(), *layer, *teacher, layer[2], *of_rows, [True, True, True, False]),
             (rows.detach(), *layer[:2], None, *teacher, None, *of_rows, [False, True, False, False]),
             (rows.detach(), *layer, y.softmax(-1), *of_loss, "input", [True] * 4),
+            (rows.detach(), *layer, y.softmax(-1), *of_loss, "input", [True] * 4, rows.detach() + 1),
         ],
     }  # fmt: skip
 

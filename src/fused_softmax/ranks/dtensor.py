@@ -169,12 +169,13 @@ def cut_of(name: str, given: Mapping[str, tuple[Any, Axes]], sizes: Sequence[int
             axis = axes[placement.dim] if placement.is_shard() else None
             if axis is None or (tensor.shape[placement.dim] == 1 != sizes[axis]):
                 raise ValueError(
-                    f"{name}: {_lies(argument, tensor, i)}, and only {' and '.join(words)} may lie in shards: {_instead(argument, axes, words)}"
+                    f"{name}: {_lies(argument, tensor, i)}, and only {' and '.join(words)} may lie in shards: "
+                    f"{_instead(argument, axes, words)}"
                 )
             if found is not None and axis != found.dim:
                 raise ValueError(
-                    f"{name}: {_lies(argument, tensor, i)}, which is of {words[axis]}, where {whose} has shards of {words[found.dim]}: "
-                    f"redistribute one of them, as {argument}.redistribute(placements=...)"
+                    f"{name}: {_lies(argument, tensor, i)}, which is of {words[axis]}, where {whose} has shards of "
+                    f"{words[found.dim]}: redistribute one of them, as {argument}.redistribute(placements=...)"
                 )
             if found is None:
                 found, whose = _at(placement, axis), argument

@@ -23,8 +23,9 @@ from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import Pair
 from fused_softmax.ops.losses.divergence_rows import differentiated as differentiated_pair
-from fused_softmax.ops.losses.divergence_rows import is_written_at_once
+from fused_softmax.ops.losses.divergence_rows import is_written_at_once, losses_of
 from fused_softmax.ops.losses.divergence_rows import summed as summed_pair
+from fused_softmax.ops.losses.divergence_rows import with_lse as pair_with_lse
 from fused_softmax.ops.losses.given_lse import lse_of_rows
 from fused_softmax.ops.losses.launches import rows_for
 from fused_softmax.ops.losses.options import (
@@ -218,7 +219,7 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         return loss_of_whole_rows(cross_entropy, input, target, lse, loss, wanted, result_dtype)
     tensors = [each for each in (input, target, weight, lse) if each is not None]
     probabilities = target.is_floating_point()
-    refused = refused_loss(input, result_dtype, target, loss, bool(wanted.beside))
+    refused = refused_loss(input, result_dtype, target, loss)
     if input.numel() == 0 or target.numel() == 0:
         refused = "there are no logits"
     route = route_of(name, *tensors, refused=refused, batches=False)
@@ -226,7 +227,7 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         check_targets(name, target, n_classes, ignore_index)
     if route is Route.OPERATOR:
         if probabilities:
-            return _of_probabilities(input, target, loss, traced=True).to(result_dtype)
+            return _of_probabilities(input, target, loss, wanted, result_dtype, traced=True)
         return _traced(input, target, loss, wanted, result_dtype, lse)
     if route is not Route.KERNEL:
         if loss.batch_invariant and on_device(input) and input.numel():
@@ -242,7 +243,7 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         return composed(input, target, loss, wanted, result_dtype, arithmetic, lse)
 
     if probabilities:
-        return _of_probabilities(input, target, loss).to(result_dtype)
+        return _of_probabilities(input, target, loss, wanted, result_dtype)
     rows = rows_for(rows_of(input), loss)
     inplace = wanted.inplace and reduction != "none" and needs_grad(input)
     if inplace:
@@ -259,22 +260,25 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     return launched(input, target, weight, *numbers, lse)
 
 
-def _of_probabilities(input: Tensor, target: Tensor, loss: Loss, traced: bool = False) -> Tensor:
-    """The loss of targets that are probabilities, float32, with the gradients of both."""
-    pair, asked = (
-        Pair(rows_of(input), rows_of(target), weight_for_kernels(loss.weight, input)),
-        Divergence.of_loss(loss),
-    )
-    if not traced and loss.reduction != "none" and is_written_at_once(pair):
-        return summed_pair(pair, asked, None, loss.reduction)
+def _of_probabilities(
+    input: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype, traced: bool = False
+) -> Tensor | CrossEntropyOutput:
+    """The loss of targets that are probabilities, with the gradients of both."""
+    pair = Pair(rows_of(input), rows_of(target), weight_for_kernels(loss.weight, input))
+    asked, beside = Divergence.of_loss(loss), wanted.beside or bool(loss.lse_square_scale)
+    if not traced and not beside and loss.reduction != "none" and is_written_at_once(pair):
+        return summed_pair(pair, asked, None, loss.reduction).to(dtype)
+    lse: Tensor | None = None
     if traced:  # one operator, which cannot write gradients beside the loss
         of_classes = pair.weight, asked.label_smoothing
-        rows = torch.ops.fused_softmax.divergence.default(pair.x, pair.y, *asked.traced(), *of_classes)[0]
+        rows, m, ls, *_ = torch.ops.fused_softmax.divergence.default(pair.x, pair.y, *asked.traced(), *of_classes)
+        lse = m + ls if beside else None
+    elif beside:
+        rows, lse = pair_with_lse(pair, asked)
     else:
         rows = differentiated_pair(pair, asked)
-    if loss.reduction == "none":
-        return rows.view(input.shape[:1] + input.shape[2:] if input.ndim > 1 else ())
-    return rows.mean() if loss.reduction == "mean" else rows.sum()
+    shape = input.shape[:1] + input.shape[2:] if input.ndim > 1 else ()
+    return output_of(*losses_of(rows, lse, loss, dtype), (), wanted, loss.reduction, shape)
 
 
 def dtype_of_loss(name: str, input: Tensor, target: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -24,7 +24,7 @@ from fused_softmax.ops.losses.divergence_launches import (
     plan_held,
     prepare_forward,
 )
-from fused_softmax.ops.losses.options import Divergence
+from fused_softmax.ops.losses.options import Divergence, Loss
 from fused_softmax.ops.losses.sums import multiply
 
 
@@ -93,6 +93,17 @@ def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: st
     return _apply_summed(*pair, counts, (options, mean, share))
 
 
+def losses_of(rows: Tensor, lse: Tensor | None, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Any, Any]:
+    """(loss, lse, z-loss) by the cross-entropies of rows; the loss alone without their lse."""
+    z: Tensor | None = None
+    if lse is not None:
+        z = loss.lse_square_scale * lse.square() if loss.lse_square_scale else torch.zeros_like(rows)
+        rows = rows + z if loss.lse_square_scale else rows
+    if loss.reduction != "none":
+        rows, z = (each if each is None else each.mean() if loss.mean else each.sum() for each in (rows, z))  # type: ignore[assignment]
+    return rows.to(dtype), lse, None if z is None else z.to(dtype)
+
+
 def pair_of(x: Tensor, y: Tensor, options: Divergence) -> Pair:
     """Rows with the temperatures of each, as kernels take them."""
     arithmetic = torch.promote_types(arithmetic_of(x), arithmetic_of(y))
@@ -132,10 +143,44 @@ def run(pair: Pair, options: Divergence) -> tuple[Pair, PairRows]:
 
 
 def gradients(
-    pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False, over: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients by the kernels: of the student's rows, over them if asked; if wanted of the teacher's rows."""
-    return backward(pair if over else _in_vectors(pair), rows, dvalue, options, of_target, pair.x if over else None)
+    pair: Pair, rows: PairRows, dvalue: Tensor, options: Divergence, of_target: bool = False, dx: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gradients by the kernels: of the student's rows; if wanted of the teacher's rows.
+
+    dx: where the first is written, of a pair as kernels take it; it may be the student's rows, and is new if not given.
+    dlse: the incoming gradient of the lse of rows of "cross", if there is one.
+    """
+    of_rows, g = rows, dvalue
+    if dlse is not None:
+        of_rows, g = _beside_lse(rows, dvalue, dlse)
+    dx, dy = backward(_in_vectors(pair) if dx is None else pair, of_rows, g, options, of_target, dx)
+    if dy is not None and dlse is not None:  # in which the lse has no part
+        alone = dvalue == 0
+        dy.mul_(torch.where(alone, 1.0, dvalue / g).unsqueeze(1)).masked_fill_(alone.unsqueeze(1), 0.0)
+    return dx, dy
+
+
+_LEAST = 2.0**-60  # a share of the gradient of an lse beside which nothing is seen
+
+
+def _beside_lse(rows: PairRows, g: Tensor, h: Tensor) -> tuple[PairRows, Tensor]:
+    """(rows, their incoming gradient) by which one gradient has that of the lse in it.
+
+    dz = g (total q - p) + h q = g ((total + h / g) q - p). Where g is nothing beside h, it counts as so little of h
+    that what p adds is rounded away.
+    """
+    g, h = g.to(torch.float32), h.to(torch.float32)
+    g = torch.where(g.abs() < h.abs() * _LEAST, h * _LEAST, g)
+    return rows._replace(total=rows.total + torch.where(g == 0, 0.0, h / g)), g
+
+
+def with_lse(pair: Pair, options: Divergence) -> tuple[Tensor, Tensor]:
+    """(the cross-entropies of rows by probabilities, their lse), float32, both with gradients."""
+    if needs_grad(pair.x, pair.y):
+        return _WithLse.apply(*pair, options)
+    rows = run(pair, options)[1]
+    return rows.value, rows.m + rows.ls
 
 
 class _Divergence(torch.autograd.Function):
@@ -198,6 +243,34 @@ def _found_gradient(ctx, dvalue: Tensor) -> Tensor | None:
     return dx
 
 
+class _WithLse(torch.autograd.Function):
+    """(the cross-entropies of rows [n, n_classes], their lse), float32."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, temperature, target_temperature, options):
+        ctx.set_materialize_grads(False)
+        pair = Pair(x, y, weight, temperature, target_temperature)
+        rows, ctx.options = run(pair, options)[1], options
+        ctx.save_for_backward(*pair, rows.m, rows.ls, rows.total)
+        return rows.value, rows.m + rows.ls
+
+    @staticmethod
+    def backward(ctx, dvalue, dlse):
+        nothing, wanted = (None,) * 4, ctx.needs_input_grad[:2]
+        if dvalue is None and dlse is None:
+            return None, None, *nothing
+        x, y, *others = saved_of(ctx, "cross_entropy")
+        # Hooks of saved tensors may return other strides.
+        saved: list[Any] = [each if each is None else each.contiguous() for each in others]
+        *of_pair, m, ls, total = saved
+        pair, rows = Pair(x, y, *of_pair), PairRows(m, ls, None, None, None, total)
+        dvalue, dlse = resolved(torch.zeros_like(m) if dvalue is None else dvalue, dlse)
+        if torch.is_grad_enabled() or batched(dvalue, dlse):
+            return *differentiable_gradient(pair, ctx.options, dvalue, wanted=wanted, dlse=dlse), *nothing
+        dx, dy = gradients(pair, rows, dvalue, ctx.options, of_target=wanted[1], dlse=dlse)
+        return dx if wanted[0] else None, dy, *nothing
+
+
 class _Summed(torch.autograd.Function):
     """The sum or mean of the divergences of rows [n, n_classes]. The gradient is made together with it."""
 
@@ -240,25 +313,35 @@ _apply_summed = super(torch.autograd.Function, _Summed).apply
 
 
 def differentiable_gradient(
-    pair: Pair, options: Divergence, dvalue: Tensor, value: Tensor | None = None, wanted=(True, False)
-) -> tuple[Tensor | None, Tensor | None]:
+    pair: Pair, options: Divergence, dvalue: Tensor, value: Tensor | None = None, wanted=(True, False),
+    dlse: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients by torch's operations, for a second derivative or a batch of gradients.
 
     Rows that get no gradient are left out if their divergence is not finite, because 0 times it would be NaN.
     """
-    counts = None
-    if not batched(dvalue):
+    counts, of_lse = None, dlse is not None
+    if not batched(dvalue, dlse):
         if value is None:
             with torch.no_grad():
                 value = referred(pair.x, pair.y, with_rows(options, pair), weight=pair.weight)
-        counts = (dvalue != 0) | value.isfinite()
+        counts = (dvalue != 0) | value.isfinite() | (False if dlse is None else dlse != 0)
     with torch.enable_grad():
         x, y = apart(*(each if each.requires_grad else each.detach().requires_grad_() for each in pair[:2]))
-        rows = referred(x, y, with_rows(options, pair), counts, pair.weight)
+        rows = [referred(x, y, with_rows(options, pair), counts, pair.weight)]
+        rows += [lse_of(x, options, counts)] if of_lse else []
     asked = [each for each, wants in zip((x, y), wanted, strict=True) if wants]
-    found = iter(torch.autograd.grad([rows], asked, [dvalue.to(rows.dtype)], create_graph=torch.is_grad_enabled()))
+    incoming = [g.to(y.dtype) for y, g in zip(rows, (dvalue, dlse), strict=False) if g is not None]
+    again = torch.is_grad_enabled()
+    found = iter(torch.autograd.grad(rows, asked, incoming, create_graph=again, materialize_grads=of_lse))
     dx, dy = (next(found) if wants else None for wants in wanted)
     return dx, dy
+
+
+def lse_of(x: Tensor, options: Divergence, counts: Tensor | None = None) -> Tensor:
+    """That of rows of "cross", by torch's operations."""
+    x = x if counts is None else torch.where(counts.unsqueeze(-1), x, 0.0)
+    return torch.logsumexp(reference.finished(x.to(arithmetic_of(x)), options.scale, options.softcap, None), -1)
 
 
 def referred(

@@ -31,7 +31,7 @@ from fused_softmax.ops.losses.cross_entropy import (
     key_of,
     loss_now,
 )
-from fused_softmax.ops.losses.divergence import reduced
+from fused_softmax.ops.losses.divergence_rows import losses_of
 from fused_softmax.ops.losses.linear_by_classes import by_classes, goes_by_classes, left_out_of
 from fused_softmax.ops.losses.linear_by_rows import (
     Gradients,
@@ -66,7 +66,7 @@ from fused_softmax.ops.losses.output import (
     shaped,
     stats_of,
 )
-from fused_softmax.ops.losses.over_ranks.divergence import lacks, losses_of
+from fused_softmax.ops.losses.over_ranks.divergence import lacks
 from fused_softmax.ops.losses.over_ranks.dtensor import (
     linear_loss_of_probabilities,
     linear_loss_on_shards,
@@ -129,9 +129,8 @@ def linear_cross_entropy(
         they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
         Autocast casts these three as it casts linear's.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
-        which get their gradient too. On one device, all logits exist at once for probabilities beside lse, z-loss and
-        float64; everywhere, beside statistics and a class weight that requires a gradient. These calls take no
-        chunk_size.
+        which get their gradient too. All logits exist at once for probabilities beside statistics and a class weight
+        that requires a gradient; on one device also for float64. These calls take no chunk_size.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
     return_lse, return_z_loss, return_token_stats: as cross_entropy's. A gradient that comes back to lse, or to the
         z-loss that is returned, makes the logits again. Token stats read the logits once more where a gradient is
@@ -255,7 +254,7 @@ def _linear_cross_entropy(
     result_dtype = dtype_of_loss(_NAME, input, target, dtype)
     given = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
     mesh = mesh_of_loss(_NAME, given, target, weight)
-    refused = refused_loss(input, result_dtype, target, loss, wanted.beside)
+    refused = refused_loss(input, result_dtype, target, loss)
     whole = refused if mesh is None and shards is None else lacks(loss)
     if chunk_size is not None and probabilities and whole:
         raise ValueError(
@@ -346,25 +345,23 @@ def _of_probabilities(
 ) -> tuple[Tensor, Any, Any]:  # fmt: skip
     """(the loss, lse and z-loss) by probabilities of all classes, or of this rank's; of rows [n] if not reduced.
 
-    lse and z-losses are None, except over ranks, if they are wanted.
+    lse and z-losses are None if nothing needs them.
     """
     rows, options = input.reshape(input.shape[:-1].numel(), input.shape[-1]), Divergence.of_loss(loss)
     of_classes = weight_for_kernels(loss.weight, input)
     if shards is not None:  # of which the weight has no padding any more
         of_classes = None if of_classes is None else of_classes[: len(w)]
         target, of_classes = resolved(target[..., : len(w)], of_classes)
-    t = target.reshape(len(rows), len(w))
+    t, beside = target.reshape(len(rows), len(w)), wanted.beside or bool(loss.lse_square_scale)
     if traced:
-        values = torch.ops.fused_softmax.linear_divergence.default(
-            rows, w, bias, t, None, None, *options.traced(), of_classes, loss.label_smoothing, chunk_size, accumulate
+        y, lse = torch.ops.fused_softmax.linear_divergence.default(
+            rows, w, bias, t, None, None, *options.traced(), of_classes, loss.label_smoothing, chunk_size, accumulate,
+            *((True,) if beside else ()),
         )  # fmt: skip
-        return reduced(values, None, loss.reduction), None, None
-    beside = wanted.beside or bool(loss.lse_square_scale)
+        return losses_of(y, lse if beside else None, loss, y.dtype)
     layers, reduction = Layers(rows, w, bias, t, weight=of_classes), "none" if beside else loss.reduction
-    y, lse = of_layers(_NAME, layers, options, None, reduction, chunk_size, accumulate, shards, summed)
-    if not beside:
-        return y, None, None
-    return losses_of(y, lse, loss, y.dtype)  # type: ignore[arg-type]
+    y, lse = of_layers(_NAME, layers, options, None, reduction, chunk_size, accumulate, shards, summed, beside)
+    return losses_of(y, lse, loss, y.dtype) if beside else (y, None, None)
 
 
 class _How(NamedTuple):

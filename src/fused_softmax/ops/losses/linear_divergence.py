@@ -134,7 +134,7 @@ def _linear_divergence(layers, given, weight, reduction, how, dtype) -> Tensor:
         x, h = _as_rows(layers)
         traced = with_rows(options, pair_of(x, h, options)).traced()
         both = x, *layers[1:3], h, *layers[4:]
-        values = torch.ops.fused_softmax.linear_divergence.default(*both, *traced, None, 0.0, *how.values())
+        values, _ = torch.ops.fused_softmax.linear_divergence.default(*both, *traced, None, 0.0, *how.values())
         found = reduced(values.view(leading), weight, reduction)
     else:
         found = _rows(layers, options, weight, reduction, how)

@@ -18,7 +18,7 @@ from fused_softmax.core.route import apart, batched, needs_grad, resolved
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses.divergence import reduced
 from fused_softmax.ops.losses.divergence_launches import Pair, PairRows
-from fused_softmax.ops.losses.divergence_rows import gradients, referred, run, with_rows
+from fused_softmax.ops.losses.divergence_rows import gradients, lse_of, referred, run, with_rows
 from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, linear_of, lowered, scaled
 from fused_softmax.ops.losses.options import Divergence
 from fused_softmax.ops.losses.over_ranks.divergence import OfCall, gradients_of, rows_of_all
@@ -57,7 +57,7 @@ class How(NamedTuple):
 
     linear: None if torch's operations make the products. reduction: "none" if rows' values are given. shards: of
     classes that lie over ranks, or None. summed: whether the input's gradient is summed over them here. asked: which
-    gradients are wanted, of the first tensors. reason: in words.
+    gradients are wanted, of the first tensors. lse: whether that of losses' rows is wanted. reason: in words.
     """
 
     name: str
@@ -67,14 +67,15 @@ class How(NamedTuple):
     shards: Shards | None = None
     summed: bool = True
     asked: Sequence[bool] = ()
+    lse: bool = False
     reason: str = ""
 
 
 def of_layers(
     name: str, layers: Layers, options: Divergence, weight: Tensor | None, reduction: str, chunk_size: int | None,
-    accumulate: str, shards: Shards | None = None, summed: bool = True,
+    accumulate: str, shards: Shards | None = None, summed: bool = True, lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(the divergences [n] or what they are reduced to, the lse of rows of losses over ranks).
+    """(the divergences [n] or what they are reduced to, the lse of rows of losses if it is wanted).
 
     weight: of rows. options: with numbers for temperatures.
     """
@@ -82,14 +83,14 @@ def of_layers(
     linear = linear_of(layers.x, layers.w, chunk_size, accumulate, asked[1], () if shards is None else shards.sizes)
     # In fp16 a mean's division would make gradients vanish that a scaled loss would have kept: they come later.
     at_once = reduction if layers.x.dtype != torch.float16 else "none"
-    how = way_of(How(name, options, linear, at_once, shards, summed, asked), len(layers.x))
+    how = way_of(How(name, options, linear, at_once, shards, summed, asked, lse), len(layers.x))
     counts = None if weight is None else _counts_of(weight, reduction, layers)
-    found, lse = _LinearPairs.apply(*layers, counts, how)
+    found, of_rows = _LinearPairs.apply(*layers, counts, how)
     if at_once == "none":
         found = reduced(found, None if weight is None else weight.reshape(-1), reduction)
     elif reduction == "mean" and weight is not None:
         found = torch.where(weight.detach().sum() == 0, float("nan"), found)
-    return found, lse
+    return found, of_rows
 
 
 def way_of(how: How, n_rows: int) -> How:
@@ -127,7 +128,7 @@ def _shares(layers: Layers, counts: Tensor | None, how: How) -> Tensor:
 
 
 class _LinearPairs(torch.autograd.Function):
-    """(the divergences of rows, or their sum or mean with the factor of each; lse of losses over ranks, or None)."""
+    """(the divergences of rows, or their sum or mean with the factor of each; the lse of losses' rows, or None)."""
 
     @staticmethod
     def forward(ctx, *given):
@@ -159,8 +160,8 @@ def _backward(ctx, dvalue, dlse):
     saved = saved_of(ctx, how.name)  # of which hooks may return other strides
     *of_rows, counts = (each if each is None else each.contiguous() for each in saved[6:])
     layers = Layers(*saved[:6], *of_rows)
-    if how.shards is None and (torch.is_grad_enabled() or batched(dvalue)):
-        return *differentiable(layers, counts, how, dvalue), *nothing
+    if how.shards is None and (torch.is_grad_enabled() or batched(dvalue, dlse)):
+        return *differentiable(layers, counts, how, dvalue, dlse), *nothing
     if how.reduction != "none":
         # Given away: whoever has them may change them, and a second backward computes them again.
         (of_layer, of_target), ctx.found = ctx.found, (None, None)
@@ -187,7 +188,7 @@ def by_chunks(
     layers: Layers, how: How, left_out: Tensor | None = None, dvalue: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Gradients | None, Tensor | None]:  # fmt: skip
-    """(the divergences of rows, the lse of losses over ranks, the gradients of the layer and of probabilities).
+    """(the divergences of rows, the lse of losses' rows, the gradients of the layer and of probabilities).
 
     Gradients are made if there is a dvalue, that of each row. left_out: rows that have no part in them.
     """
@@ -203,7 +204,7 @@ def by_chunks(
     for here, pair in _pairs(layer, layers, how.linear):
         pair, rows = _known(pair, how)
         values.append(rows.value)
-        if how.shards is not None and how.options.kind == "cross":
+        if how.lse:
             lse.append(rows.m + rows.ls)
         if summing is not None and dvalue is not None:
             beside = dvalue[here], None if dlse is None else dlse[here]
@@ -239,11 +240,13 @@ def _gradients(
 ) -> tuple[Any, Tensor | None]:
     """Those of the logits, over them, and if wanted of the probabilities."""
     if how.shards is None:
-        return pair.x, gradients(pair, rows, beside[0], how.options, of_target, over=True)[1]
+        return pair.x, gradients(pair, rows, beside[0], how.options, of_target, pair.x, beside[1])[1]
     return gradients_of(pair, rows, beside, OfCall(how.options, how.shards), (True, of_target), over=True)
 
 
-def differentiable(layers: Layers, counts: Tensor | None, how: How, incoming: Tensor) -> list[Tensor | None]:
+def differentiable(
+    layers: Layers, counts: Tensor | None, how: How, dvalue: Tensor | None, dlse: Tensor | None = None
+) -> list[Tensor | None]:
     """The gradients by torch's operations, for a second derivative or a batch of gradients."""
     again, on = torch.is_grad_enabled(), None if counts is None else counts != 0
     options = with_rows(how.options, Pair(layers.x, layers.h, None, *layers[7:]))
@@ -251,8 +254,12 @@ def differentiable(layers: Layers, counts: Tensor | None, how: How, incoming: Te
         x, w, bias, h = apart(*layers[:_ASKED])
         inputs = [each for each, wants in zip((x, w, bias, h), how.asked, strict=True) if wants]
         rows = x if on is None else torch.where(on.unsqueeze(-1), x, 0.0)
-        found = referred(whole(rows, w, bias), layers._replace(h=h).teachers, options, on, layers.weight)
+        logits = whole(rows, w, bias)
+        found = referred(logits, layers._replace(h=h).teachers, options, on, layers.weight)
         if how.reduction != "none":
             found = reduced(found, None, how.reduction) if counts is None else (found * counts).sum()
-        of_inputs = iter(torch.autograd.grad([found], inputs, [incoming.to(found.dtype)], create_graph=again))
+        results = [found] if dlse is None else [found, lse_of(logits, options)]
+        incoming = [g.to(y.dtype) for y, g in zip(results, (dvalue, dlse), strict=False) if g is not None]
+        results = [y for y, g in zip(results, (dvalue, dlse), strict=False) if g is not None]
+        of_inputs = iter(torch.autograd.grad(results, inputs, incoming, create_graph=again, materialize_grads=True))
     return [next(of_inputs) if wants else None for wants in how.asked]

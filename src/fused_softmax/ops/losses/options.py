@@ -546,15 +546,17 @@ def loss_of(
 
 
 def refused_loss(
-    input: Tensor, result_dtype: torch.dtype, target: Tensor, loss: Loss, beside: bool = True
+    input: Tensor, result_dtype: torch.dtype, target: Tensor, loss: Loss
 ) -> str:  # fmt: skip
-    """Why the kernels do not take a loss; "" if they do. beside: whether more than the loss is asked for."""
+    """Why the kernels do not take a loss; "" if they do."""
     for dtype in (input.dtype, result_dtype):
         if dtype not in DTYPES:
             return f"no kernel has {dtype}"
     if target.is_floating_point():
-        if beside or loss.lse_square_scale or (loss.weight is not None and loss.weight.requires_grad):
-            return "targets are probabilities"
+        if loss.stats:
+            return "targets are probabilities, beside token statistics"
+        if loss.weight is not None and loss.weight.requires_grad:
+            return "targets are probabilities, of classes whose weights require a gradient"
         if torch.float64 in (input.dtype, target.dtype) or target.dtype not in DTYPES:
             return f"targets are probabilities of {target.dtype}, of logits of {input.dtype}"
     if loss.scale == 0:

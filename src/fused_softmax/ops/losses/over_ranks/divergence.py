@@ -24,8 +24,8 @@ from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import resolved, runs_here
 from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows, backward, in_vectors, shard_sums
-from fused_softmax.ops.losses.divergence_rows import pair_of, refused, run
+from fused_softmax.ops.losses.divergence_launches import OF_PAIR, Pair, PairRows, in_vectors, shard_sums
+from fused_softmax.ops.losses.divergence_rows import gradients, losses_of, pair_of, refused, run
 from fused_softmax.ops.losses.kernels.spec import PairSpec
 from fused_softmax.ops.losses.launches import picked_of
 from fused_softmax.ops.losses.options import Divergence, Loss, weight_for_kernels
@@ -127,7 +127,7 @@ def rows_over_ranks(input: Tensor, target: Tensor, options: Divergence, shards: 
 
 def probabilities_over_ranks(
     x: Tensor, target: Tensor, loss: Loss, shards: Shards, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Any, Any]:
     """(loss, lse, z-loss) of logits [n, columns] by probabilities [n, columns], of whose columns this rank has these.
 
     loss: its weight is [columns].
@@ -137,16 +137,6 @@ def probabilities_over_ranks(
     of_call = OfCall(Divergence.of_loss(loss), shards)
     rows, lse = ProbabilitiesOverRanks.apply(x, target, weight, None, None, of_call)
     return losses_of(rows, lse, loss, dtype)
-
-
-def losses_of(rows: Tensor, lse: Tensor, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, z-loss) by the cross-entropies of rows."""
-    z = loss.lse_square_scale * lse.square() if loss.lse_square_scale else torch.zeros_like(rows)
-    if loss.lse_square_scale:
-        rows = rows + z
-    if loss.reduction != "none":
-        rows, z = (each.mean() if loss.mean else each.sum() for each in (rows, z))
-    return rows.to(dtype), lse, z.to(dtype)
 
 
 def lacks(loss: Loss) -> str:
@@ -379,9 +369,9 @@ def gradients_of(
     dy = None
     if not held or not len(x):
         dy = pair.y.new_zeros(pair.y.shape[0], held) if wanted[1] else None
-    elif dlse is None and own.by_kernels:
+    elif own.by_kernels:
         given = own.pair._replace(x=in_vectors(own.pair.x, own.pair.y), y=in_vectors(own.pair.y, own.pair.x))
-        _, dy = backward(given, rows, dvalue, own.options, wanted[1], dx[:, :held])
+        _, dy = gradients(given, rows, dvalue, own.options, wanted[1], dx[:, :held], dlse)
     else:
         own_dx, dy = _gradients_by_operations(own, rows, dvalue, dlse, wanted[1])
         dx[:, :held] = own_dx
