@@ -487,11 +487,11 @@ BAD = {  # of each argument its wrong values, the error, and what it says after 
         ),
     ],
     "indices": [
-        ([0], TypeError, f"indices must be a Tensor of shape (4, 3), 3 for each row of {OF}, not list ([0])"),
+        ([0], TypeError, f"indices must be a Tensor of shape (4, 3), k for each row of {OF}, not list ([0])"),
         *[
             (
                 torch.zeros(shape, dtype=torch.int64), ValueError,
-                f"indices must have shape (4, 3), 3 for each row of {OF}, got {shape}",
+                f"indices must have shape (4, 3), k for each row of {OF}, got {shape}",
             )
             for shape in [(), (4, 2), (12,), (3, 4), (1, 4, 3)]
         ],
@@ -564,6 +564,26 @@ def test_bad_ids(case, device, monkeypatch):
         route(x, 3, indices=indices, row_mask=mask)
     with pytest.raises(IndexError, match=re.escape("route: indices of shape (3,) must have an expert once in a row")):
         route(x[0], 3, indices=torch.tensor([1, 4, 1], device=device))
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compiled_code_takes_any_sizes_and_numbers(dynamic, device):
+    def weights(x, k, length):
+        return route(x, k, score="sigmoid", sequence_length=length, return_aux_loss=True)[:5]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(weights, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for n, k, length in [(8, 2, 2), (12, 3, 4), (16, 4, 8)]:
+        x = rows(n, 16).to(device)
+        for ours, theirs in zip(compiled(x, k, length), weights(x, k, length), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_torch_jit_traces_torchs_operations(device):
+    x = rows(4, 8).to(device)
+    traced = torch.jit.trace(lambda x: route(x, 2)[:4], (x,), check_trace=False)
+    for ours, theirs in zip(traced(-x), route(-x, 2)[:4], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_numbers_of_numpy_are_numbers(device):

@@ -254,6 +254,20 @@ def test_gradients_are_those_of_each_segment_alone(function, dtype, device):
 
 
 @named
+@pytest.mark.parametrize("way", ["offsets", "index"])
+def test_a_gradient_of_what_hooks_keep_at_other_strides(function, way, device):
+    cut = {"offsets": offsets_of([2, 0, 3])} if way == "offsets" else {"index": index_of([2, 0, 3], seed=1)}
+    cut = {name: each.to(device) for name, each in cut.items()} | {"n_segments": 3}
+    x, found = peaked(5, 2).div(10).to(device).requires_grad_(), []
+    for pack in (lambda each: each, lambda each: torch.stack([each, each], -1)[..., 0]):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            y = function(x, **cut)
+        weights = torch.arange(float(y.numel()), device=device).view(y.shape)
+        found.append(torch.autograd.grad(y.masked_fill(y.isinf(), 0.0), x, weights)[0])
+    assert torch.equal(*found)
+
+
+@named
 def test_a_gradient_has_the_same_bits_in_every_run(function, device):
     x, index = peaked(500, 3).to(device).requires_grad_(), index_of([200, 0, 300], seed=6).to(device)
     dy = None

@@ -143,7 +143,7 @@ def routing_of(name: str, logits: Tensor, given: dict[str, Any]) -> Routing:
     asked: tuple[tuple[str, tuple[torch.dtype, ...], str, tuple[int, ...], str], ...] = (
         ("bias", _FLOATS, "16 to 64 bit floats", (n_experts,), "one for each expert"),
         ("noise", _FLOATS, "16 to 64 bit floats", tuple(logits.shape), "that"),
-        ("indices", _INTEGERS, "int32 or int64", (*leading, options.k), f"{options.k} for each row"),
+        ("indices", _INTEGERS, "int32 or int64", (*leading, options.k), "k for each row"),
         ("row_mask", (torch.bool,), "bool", tuple(leading), "one for each row"),
     )
     for argument, dtypes, words, shape, what in asked:
