@@ -100,15 +100,26 @@ def test_neither_raises_as_pygs():
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"ptr": [0, 3]}, TypeError, "ptr must be a Tensor, not list ([0, 3])"),
-        ({"ptr": torch.zeros(2)}, TypeError, "ptr must be of int64 or int32, got torch.float32"),
+        ({}, NotImplementedError, "give index or ptr for src of shape (3,), got neither"),
+        ({"ptr": [0, 3]}, TypeError, "ptr must be a Tensor of int64 or int32, not list ([0, 3])"),
+        (
+            {"ptr": torch.zeros(2)},
+            TypeError,
+            "ptr must be of int64 or int32, got Tensor of shape (2,), torch.float32 on cpu",
+        ),
         (
             {"index": torch.tensor([0, 1])},
             ValueError,
-            "index must have shape (3,), one for each element of dim 0 of src",
+            "index must have shape (3,), one for each element of dim 0 of src of shape (3,), got (2,)",
         ),
-        ({"index": torch.tensor([0, 0, 0]), "num_nodes": -1}, ValueError, "num_nodes must be at least 0, got -1"),
-        ({"index": torch.tensor([0, 0, 0]), "src": [1.0]}, TypeError, "src must be a Tensor, not list"),
+        (
+            {"index": torch.tensor([0, 0, 0]), "num_nodes": -1},
+            ValueError,
+            "num_nodes must be at least 0 and below 2**63 - 1 for src of shape (3,), got -1",
+        ),
+        ({"index": torch.tensor([0, 0, 0]), "num_nodes": 1.5}, TypeError, "num_nodes must be an int, not float (1.5)"),
+        ({"index": torch.tensor([0, 0, 0]), "src": [1.0]}, TypeError, "src must be a Tensor, not list ([1.0])"),
+        ({"ptr": torch.tensor([0, 3]), "dim": 1}, IndexError, "dim 1 is out of range [-1, 0] for src of shape (3,)"),
     ],
     ids=str,
 )

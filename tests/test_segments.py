@@ -2,8 +2,11 @@
 
 import itertools
 import os
+import re
 import warnings
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from conftest import kernels
@@ -13,7 +16,7 @@ from torch import Tensor
 import fused_softmax
 from fused_softmax import log_softmax, logsumexp, segment_log_softmax, segment_logsumexp, segment_softmax, softmax
 from fused_softmax.core import route as core_route
-from fused_softmax.ops.segments import options, reference
+from fused_softmax.ops.segments import options, reference, segments
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -251,6 +254,20 @@ def test_gradients_are_those_of_each_segment_alone(function, dtype, device):
 
 
 @named
+@pytest.mark.parametrize("way", ["offsets", "index"])
+def test_a_gradient_of_what_hooks_keep_at_other_strides(function, way, device):
+    cut = {"offsets": offsets_of([2, 0, 3])} if way == "offsets" else {"index": index_of([2, 0, 3], seed=1)}
+    cut = {name: each.to(device) for name, each in cut.items()} | {"n_segments": 3}
+    x, found = peaked(5, 2).div(10).to(device).requires_grad_(), []
+    for pack in (lambda each: each, lambda each: torch.stack([each, each], -1)[..., 0]):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            y = function(x, **cut)
+        weights = torch.arange(float(y.numel()), device=device).view(y.shape)
+        found.append(torch.autograd.grad(y.masked_fill(y.isinf(), 0.0), x, weights)[0])
+    assert torch.equal(*found)
+
+
+@named
 def test_a_gradient_has_the_same_bits_in_every_run(function, device):
     x, index = peaked(500, 3).to(device).requires_grad_(), index_of([200, 0, 300], seed=6).to(device)
     dy = None
@@ -304,10 +321,10 @@ BAD_OFFSETS = {
     "all past n": ([0, 90, 95, 8], [*range(8)], [0, 1, 2], r"offsets\[3\] is 8 after 95"),
 }
 BAD_INDICES = {
-    "below 0": ([0, 1, -1, 1, 0], 2, [2], r"in \[0, 2\), got -1"),
-    "from n_segments on": ([0, 2, 1, 1, 0], 2, [1], r"in \[0, 2\), got 2"),
-    "all": ([7, 7, 7, 7, 7], 2, [0, 1, 2, 3, 4], r"in \[0, 2\), got 7"),
-    "of no segments": ([0, 0, 0, 0, 0], 0, [0, 1, 2, 3, 4], r"in \[0, 0\), got 0"),
+    "below 0": ([0, 1, -1, 1, 0], 2, [2], r"in \[0, 2\), for n_segments=2, got -1 at \[2\]"),
+    "from n_segments on": ([0, 2, 1, 1, 0], 2, [1], r"in \[0, 2\), for n_segments=2, got 2 at \[1\]"),
+    "all": ([7, 7, 7, 7, 7], 2, [0, 1, 2, 3, 4], r"in \[0, 2\), for n_segments=2, got 7 at \[0\]"),
+    "of no segments": ([0, 0, 0, 0, 0], 0, [0, 1, 2, 3, 4], r"in \[0, 0\), for n_segments=0, got 0 at \[0\]"),
 }
 
 
@@ -351,69 +368,185 @@ def test_where_values_are_looked_at_they_are_errors(function, way, monkeypatch, 
         device = "cpu"
     name = function.__name__
     for offsets, _, _, says in BAD_OFFSETS.values():
-        with pytest.raises(ValueError, match=rf"{name}: offsets must .*{says}"):
+        with pytest.raises(ValueError, match=rf"^{name}: offsets of shape \({len(offsets)},\) must .*{says}"):
             function(torch.zeros(8, device=device), torch.tensor(offsets, device=device))
     for index, n_segments, _, says in BAD_INDICES.values():
-        with pytest.raises(IndexError, match=rf"{name}: index must be {says}"):
+        with pytest.raises(IndexError, match=rf"^{name}: index of shape \(5,\) must be {says}"):
             function(torch.zeros(5, device=device), index=torch.tensor(index, device=device), n_segments=n_segments)
     if function is not segment_logsumexp:
-        with pytest.raises(IndexError, match=rf"{name}: index must be at least 0, got -4"):
+        says = r"index of shape \(2,\) must be at least 0, got -4 at \[1\]"
+        with pytest.raises(IndexError, match=rf"^{name}: {says}"):
             function(torch.zeros(2, device=device), index=torch.tensor([0, -4], device=device))
 
 
 X, OFFSETS, INDEX = torch.zeros(5, 2), torch.tensor([0, 2, 5]), torch.tensor([0, 0, 1, 1, 1])
-MISUSES = {
-    "both": ({"offsets": OFFSETS, "index": INDEX}, ValueError, "offsets or index.*got both"),
-    "neither": ({}, ValueError, "offsets or index.*got neither"),
-    "a list": ({"offsets": [0, 5]}, TypeError, r"offsets must be a Tensor, not list \(\[0, 5\]\)"),
-    "offsets of floats": ({"offsets": OFFSETS.float()}, TypeError, "offsets must be of int64 or int32, got.*float32"),
-    "offsets of two dims": ({"offsets": OFFSETS[None]}, ValueError, r"offsets must have shape .*got \(1, 3\)"),
-    "no offsets": ({"offsets": OFFSETS[:0]}, ValueError, r"offsets must have shape .*got \(0,\)"),
-    "offsets of no segment": ({"offsets": OFFSETS[:1]}, ValueError, r"offsets of shape \(1,\).* 5 elements of dim 0"),
-    "offsets elsewhere": ({"offsets": OFFSETS.to("meta")}, RuntimeError, "offsets must be on .*cpu.*got meta"),
-    "a bool index": ({"index": INDEX.bool(), "n_segments": 2}, TypeError, "index must be of int64 or int32.*bool"),
-    "an index that is short": ({"index": INDEX[1:], "n_segments": 2}, ValueError, r"index .*\(5,\).*got \(4,\)"),
-    "an index of two dims": ({"index": X.long(), "n_segments": 2}, ValueError, r"index must .*got \(5, 2\)"),
-    "another number of segments": (
-        {"offsets": OFFSETS, "n_segments": 3}, ValueError, r"n_segments=3 does not fit offsets of shape \(3,\)",
+OF = "input of shape (5, 2)"
+GOT_OFFSETS, GOT_INDEX = "Tensor of shape (3,), torch.int64 on cpu", "Tensor of shape (5,), torch.int64 on cpu"
+BY_OFFSETS, BY_INDEX = {"offsets": OFFSETS}, {"index": INDEX, "n_segments": 2}
+MISUSES = {  # the arguments, the error, and what it says after the function
+    "both": (
+        {"offsets": OFFSETS, "index": INDEX}, ValueError,
+        f"give offsets or index, one of the two, for {OF}, got both, {GOT_OFFSETS} and {GOT_INDEX}",
     ),
-    "less than no segments": ({"index": INDEX, "n_segments": -1}, ValueError, "n_segments must be at least 0, got -1"),
-    "half a segment": ({"index": INDEX, "n_segments": 1.5}, TypeError, r"n_segments must be an int, not float \(1.5\)"),
-    "a dim out of range": ({"offsets": OFFSETS, "dim": 2}, IndexError, r"dim 2 is out of range .*\(5, 2\)"),
-    "a dim that is none": ({"offsets": OFFSETS, "dim": 0.0}, TypeError, "dim must be an int, not float"),
-    "a scale of 0": ({"offsets": OFFSETS, "scale": 0}, ValueError, "scale must be finite and not 0, got 0"),
-    "a scale of nan": ({"offsets": OFFSETS, "scale": float("nan")}, ValueError, "scale must be .*got nan"),
-    "a scale tensor": ({"offsets": OFFSETS, "scale": X}, TypeError, r"scale must be a number, not Tensor of shape"),
-    "a dtype of integers": ({"offsets": OFFSETS, "dtype": torch.int64}, NotImplementedError, "dtype=torch.int64"),
-    "a dtype of 8 bits": ({"offsets": OFFSETS, "dtype": torch.float8_e5m2}, NotImplementedError, "float8_e5m2"),
-    "a dtype that is none": ({"offsets": OFFSETS, "dtype": "half"}, TypeError, "dtype must be a torch.dtype"),
+    "neither": ({}, ValueError, f"give offsets or index, one of the two, for {OF}, got neither"),
+    "a list": (
+        {"offsets": [0, 5]}, TypeError, "offsets must be a Tensor of int64 or int32, not list ([0, 5])",
+    ),
+    **{
+        f"offsets of {dtype}": (
+            {"offsets": OFFSETS.to(dtype)}, TypeError,
+            f"offsets must be of int64 or int32, got Tensor of shape (3,), {dtype} on cpu",
+        )
+        for dtype in (FP32, torch.int16, torch.bool)
+    },
+    **{
+        f"offsets of shape {tuple(each.shape)}": (
+            {"offsets": each}, ValueError,
+            f"offsets must have shape (n_segments + 1,) for {OF}, got {tuple(each.shape)}",
+        )
+        for each in (OFFSETS[None], OFFSETS[:0], OFFSETS[0])
+    },
+    "offsets of no segment": (
+        {"offsets": OFFSETS[:1]}, ValueError,
+        f"offsets must have at least one segment for the 5 elements of dim 0 of {OF}, got shape (1,)",
+    ),
+    "offsets elsewhere": (
+        {"offsets": OFFSETS.to("meta")}, RuntimeError,
+        "offsets must be on the device of the input, cpu, got Tensor of shape (3,), torch.int64 on meta",
+    ),
+    "sparse offsets": (
+        {"offsets": OFFSETS.to_sparse()}, RuntimeError,
+        "offsets must be a dense strided tensor, got a torch.sparse_coo one of shape (3,)",
+    ),
+    "an index that is a list": (
+        {"index": [0] * 5, "n_segments": 2}, TypeError,
+        "index must be a Tensor of int64 or int32, not list ([0, 0, 0, 0, 0])",
+    ),
+    **{
+        f"an index of {dtype}": (
+            {"index": INDEX.to(dtype), "n_segments": 2}, TypeError,
+            f"index must be of int64 or int32, got Tensor of shape (5,), {dtype} on cpu",
+        )
+        for dtype in (FP32, torch.uint8, torch.bool)
+    },
+    **{
+        f"an index of shape {tuple(each.shape)}": (
+            {"index": each, "n_segments": 2}, ValueError,
+            f"index must have shape (5,), one for each element of dim 0 of {OF}, got {tuple(each.shape)}",
+        )
+        for each in (INDEX[1:], X.long(), INDEX[0], INDEX[None])
+    },
+    "an index elsewhere": (
+        {"index": INDEX.to("meta"), "n_segments": 2}, RuntimeError,
+        "index must be on the device of the input, cpu, got Tensor of shape (5,), torch.int64 on meta",
+    ),
+    "another number of segments": (
+        BY_OFFSETS | {"n_segments": 3}, ValueError,
+        "n_segments must be 2 or None for offsets of shape (3,), got 3",
+    ),
+    **{
+        f"{n} segments": (
+            BY_INDEX | {"n_segments": n}, ValueError,
+            f"n_segments must be at least 0 and below 2**63 - 1 for {OF}, got {n}",
+        )
+        for n in (-1, 2**63 - 1, 10**30)
+    },
+    **{
+        f"{n!r} segments": (BY_INDEX | {"n_segments": n}, TypeError, f"n_segments must be an int, not {said}")
+        for n, said in [(1.5, "float (1.5)"), (True, "bool (True)"), (INDEX, GOT_INDEX)]
+    },
+    **{
+        f"dim {dim}": (BY_OFFSETS | {"dim": dim}, IndexError, f"dim {dim} is out of range [-2, 1] for {OF}")
+        for dim in (2, -3)
+    },
+    "a dim that is none": (BY_OFFSETS | {"dim": 0.0}, TypeError, "dim must be an int, not float (0.0)"),
+    **{
+        f"a scale of {scale}"[:20]: (
+            BY_OFFSETS | {"scale": scale}, ValueError, f"scale must be finite and not 0, got {str(scale)[:20]}",
+        )
+        for scale in (0, float("nan"), float("inf"), 10**400)
+    },
+    "a scale tensor": (
+        BY_OFFSETS | {"scale": X}, TypeError,
+        "scale must be a number, not Tensor of shape (5, 2), torch.float32 on cpu",
+    ),
+    **{
+        f"a dtype of {dtype}": (
+            BY_OFFSETS | {"dtype": dtype}, NotImplementedError,
+            f"not implemented for dtype={dtype} of input of dtype torch.float32 and shape (5, 2); give a ",
+        )
+        for dtype in (torch.int64, torch.float8_e5m2, torch.complex64)
+    },
+    "a dtype that is none": (
+        BY_OFFSETS | {"dtype": "half"}, TypeError, "dtype must be a torch.dtype, not str ('half')",
+    ),
+    "an input that is a list": (BY_OFFSETS | {"input": [1.0]}, TypeError, "input must be a Tensor, not list ([1.0])"),
+    **{
+        f"an input of {dtype}": (
+            BY_OFFSETS | {"input": X.to(dtype)}, NotImplementedError,
+            f"not implemented for input of dtype {dtype} and shape (5, 2) without dtype=; give a ",
+        )
+        for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e5m2)
+    },
+    "an input without dims": (
+        BY_OFFSETS | {"input": X[0, 0]}, ValueError, "input must have at least one dim, got shape ()",
+    ),
+    "a sparse input": (
+        BY_OFFSETS | {"input": X.to_sparse()}, NotImplementedError,
+        "input must be a dense strided tensor, got a torch.sparse_coo one of shape (5, 2)",
+    ),
+    "an input elsewhere": (
+        BY_OFFSETS | {"input": X.to("meta")}, RuntimeError,
+        f"offsets must be on the device of the input, meta, got {GOT_OFFSETS}",
+    ),
 }  # fmt: skip
 
 
 @named
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_an_error_that_names_the_argument(function, misuse):
+def test_misuse_is_an_error_that_names_the_argument(function, misuse, monkeypatch):
+    """It says the argument, the shape and the value, and nothing is launched before it."""
     arguments, error, says = MISUSES[misuse]
-    with pytest.raises(error, match=rf"^{function.__name__}: .*{says}"):
-        function(X, **arguments)
+    monkeypatch.setattr(segments, "route_of", None)
+    with pytest.raises(error, match="^" + re.escape(f"{function.__name__}: {says}")):
+        function(**{"input": X} | arguments)
 
 
 @named
-def test_inputs_that_are_none(function):
-    name = function.__name__
-    with pytest.raises(TypeError, match=rf"{name}: input must be a Tensor, not list"):
-        function([1.0], OFFSETS)
-    with pytest.raises(NotImplementedError, match=rf"{name}: .*input of dtype torch.int64 without dtype="):
-        function(X.long(), OFFSETS)
-    with pytest.raises(ValueError, match=rf"{name}: input must have at least one dim"):
-        function(torch.tensor(1.0), OFFSETS)
-    with pytest.raises(RuntimeError, match=rf"{name}: input must be a dense strided tensor, got a nested"):
+def test_nested_inputs_are_for_softmax(function):
+    says = r"input must be a dense strided tensor, got a nested one of shape \(2, j\d+, 2\)"
+    with pytest.raises(RuntimeError, match=rf"^{function.__name__}: {says}"):
         function(torch.nested.nested_tensor_from_jagged(X, OFFSETS), OFFSETS)
 
 
+class Sharded(Tensor):
+    """What a DTensor is told by."""
+
+    def to_local(self):
+        return self.as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("argument", ["input", "offsets", "index"])
+def test_shards_are_refused(argument):
+    arguments = BY_INDEX if argument == "index" else BY_OFFSETS
+    sharded = ({"input": X} | arguments)[argument].as_subclass(Sharded)
+    says = f"{argument} must be a plain tensor, not a DTensor of shape {tuple(sharded.shape)}; give its local tensor"
+    with pytest.raises(NotImplementedError, match="^" + re.escape(f"segment_softmax: {says}")):
+        segment_softmax(**{"input": X} | arguments | {argument: sharded})
+
+
 def test_logsumexp_of_an_index_needs_the_number_of_segments():
-    with pytest.raises(ValueError, match="segment_logsumexp: n_segments is needed with index, got None"):
+    says = "n_segments must be an int with index of shape (5,), for it is the size of the result, got None"
+    with pytest.raises(ValueError, match="^" + re.escape(f"segment_logsumexp: {says}")):
         segment_logsumexp(X, index=INDEX)
+
+
+@named
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)  # by kernels, and by torch's operations
+def test_numbers_of_other_libraries_are_numbers(function, dtype, device):
+    x, index = peaked(2, 5, dtype=dtype).to(device), INDEX.to(device)
+    options = {"n_segments": np.int64(2), "dim": np.int64(1), "scale": Fraction(1, 2)}
+    assert torch.equal(function(x, index=index, **options), function(x, index=index, n_segments=2, dim=1, scale=0.5))
 
 
 # Nested tensors of layout jagged.
@@ -491,15 +624,30 @@ def test_what_is_not_for_nested_tensors(function, device):
     holes = torch.nested.nested_tensor_from_jagged(
         torch.ones(9, 2, device=device), offsets_of([3, 1, 5]).to(device), torch.tensor([2, 1, 4], device=device)
     )
-    with pytest.raises(RuntimeError, match=f"{name}: input is a nested tensor with holes"):
+    shape = r"of shape \(3, j\d+, 2\)"
+    with pytest.raises(RuntimeError, match=f"^{name}: input {shape} is a nested tensor with holes"):
         function(holes, 1)
-    with pytest.raises(RuntimeError, match=f"{name}: of a nested tensor only the ragged dim 1 is reduced, got dim=2"):
-        function(nested, 2)
-    with pytest.raises(IndexError, match=f"{name}: dim 3 is out of range"):
+    for dim in (0, 2):
+        says = f"dim must be the ragged dim 1 of a nested input {shape}, got {dim}"
+        with pytest.raises(RuntimeError, match=f"^{name}: {says}"):
+            function(nested, dim)
+    with pytest.raises(IndexError, match=rf"^{name}: dim 3 is out of range \[-3, 2\] for a nested input {shape}"):
         function(nested, 3)
-    for option in ({"sink": 1.0}, {"is_causal": True}, {"mask": X}, {"masked_rows": "zero"}, {"out": X}):
-        with pytest.raises(NotImplementedError, match=f"{name}: {next(iter(option))}= is not for nested tensors"):
-            function(nested, 1, **option)
+    with pytest.raises(TypeError, match=rf"^{name}: dim must be an int for a nested input {shape}, not float \(1.0\)"):
+        function(nested, 1.0)
+    for argument, value, said in [
+        ("sink", 1.0, "1.0"), ("is_causal", True, "True"), ("mask", X, r"Tensor of shape \(5, 2\)"),
+        ("masked_rows", "zero", "'zero'"), ("out", X, r"Tensor of shape \(5, 2\)"), ("batch_invariant", True, "True"),
+    ]:  # fmt: skip
+        says = f"{argument}= is not for a nested input {shape}, got {said}"
+        with pytest.raises(NotImplementedError, match=f"^{name}: {says}"):
+            function(nested, 1, **{argument: value})
+    with pytest.raises(ValueError, match=f"^{name}: scale must be finite and not 0, got 0"):  # of segments
+        function(nested, 1, scale=0)
+    integers = jagged(torch.ones(9, 2, dtype=torch.int64, device=device), [3, 1, 5])
+    says = r"not implemented for input of dtype torch.int64 and shape \(9, 2\) without dtype="
+    with pytest.raises(NotImplementedError, match=f"^{name}: {says}"):
+        function(integers, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=device)

@@ -15,10 +15,16 @@ class _Repr(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         if not isinstance(x, type) and hasattr(x, "shape") and hasattr(x, "dtype"):  # of torch, NumPy and others
-            shape = "(nested)" if getattr(x, "is_nested", False) else tuple(x.shape)
+            shape = shape_said(x)
             on = f" on {x.device}" if hasattr(x, "device") else ""
             return f"{type(x).__name__} of shape {shape}, {x.dtype}{on}"
         return super().repr1(x, level)
+
+
+def shape_said(x: Any) -> str:
+    """The shape of a tensor, as errors say it; a nested one of layout strided has none."""
+    has_none = getattr(x, "is_nested", False) and str(x.layout) == "torch.strided"
+    return "(nested)" if has_none else str(tuple(x.shape))
 
 
 _repr = _Repr().repr

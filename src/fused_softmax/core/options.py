@@ -4,9 +4,10 @@ Whatever lists options follows from them: the checks, and the schema and the arg
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar, NoReturn, Self
 
 from torch import Tensor
@@ -25,6 +26,18 @@ def by_environment() -> bool:
 def is_bool(name: str, argument: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: {argument} must be a bool, not {typed(value)}")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a number is one that a float can be, which a large int is not."""
+    return -sys.float_info.max <= value <= sys.float_info.max
+
+
+def plain_number(value: Any) -> Any:
+    """A number of another library, such as NumPy's, as Python's, which kernels take; all else as it is."""
+    if type(value) in (int, float, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def refuse_batch_invariant(name: str, why: str) -> NoReturn:

@@ -26,7 +26,7 @@ def route_on_shards(
     words = ["rows"] if logits.ndim == 2 else [f"rows of dim {dim}" for dim in leading]
     cut = cut_of(name, {"logits": (logits, of_experts), **placed}, logits.shape[:-1], words)
     if options.sequence_length is not None:
-        _check_sequences(name, cut, options.sequence_length)
+        _check_sequences(name, cut, tuple(logits.shape), options.sequence_length)
     local = cut.local(logits, of_experts)
     options = Routing(**options.options() | {argument: cut.local(*each) for argument, each in placed.items()})
     routed = rows_of_rank(name, local, options, rows_of)
@@ -83,7 +83,7 @@ def _of_all(cut: Cut, of_rank: Tensor) -> Tensor:
     return DTensor.from_local(of_rank, cut.mesh, partial, run_check=False).full_tensor()
 
 
-def _check_sequences(name: str, cut: Cut, length: int) -> None:
+def _check_sequences(name: str, cut: Cut, shape: tuple[int, ...], length: int) -> None:
     """ValueError where a sequence has rows on several ranks."""
     for axis, size in enumerate(cut.sizes):
         inner = 1
@@ -95,5 +95,5 @@ def _check_sequences(name: str, cut: Cut, length: int) -> None:
                 if (size * inner) % length:
                     raise ValueError(
                         f"{name}: sequence_length must divide the {size * inner} rows that lie together on a rank, for "
-                        f"no sequence is spread over ranks, got {length}"
+                        f"no sequence is spread over ranks, of logits of shape {shape}, got {length}"
                     )

@@ -217,7 +217,7 @@ def _sums(x: Tensor, scores: Tensor, place: Tensor, valid: Tensor, options: Rout
     n_rows, n_experts = x.shape
     probs = scores if options.score == "softmax" else _over_sum(scores)
     probs = torch.where(valid[:, None], probs, 0.0)
-    chose = torch.zeros(n_rows, n_experts + 1, dtype=torch.bool, device=x.device).scatter(1, place, True)[:, :n_experts]
+    chose = torch.zeros(n_rows, n_experts + 1, dtype=torch.bool, device=x.device).scatter(1, place, 1)[:, :n_experts]
 
     def added(each: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         n = options.examples

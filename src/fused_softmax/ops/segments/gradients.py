@@ -38,6 +38,8 @@ def save(ctx, input: Tensor, y: Tensor, offsets: Tensor, order: Tensor | None, h
 def gradient(ctx, dy: Tensor) -> Tensor:
     """The gradient of the input."""
     y, input, offsets, order = ctx.saved_tensors
+    # Hooks of saved tensors may return other strides.
+    offsets, order = offsets.contiguous(), order if order is None else order.contiguous()
     name, how = ctx.name, (ctx.dim, ctx.scale)
     route = Route.COMPOSED if torch.is_grad_enabled() else route_of(f"{name}_backward", dy, y, offsets, batches=False)
     if route is Route.COMPOSED:

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_softmax.core.described import typed
+from fused_softmax.core.described import described, shape_said, typed
 from fused_softmax.ops.segments import segments
+from fused_softmax.ops.segments.options import raise_as
 
 
 def is_jagged(input: Any) -> bool:
@@ -23,29 +24,35 @@ def of_nested(
     """
     for argument, value in (others or {}).items():
         if value is not None and value is not False:
-            raise NotImplementedError(f"{name}: {argument}= is not for nested tensors")
+            raise NotImplementedError(f"{name}: {argument}= is not for {_of(input)}, got {described(value)}")
     if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"{name}: dim must be an int for a nested tensor, not {typed(dim)}")
+        raise TypeError(f"{name}: dim must be an int for {_of(input)}, not {typed(dim)}")
     ragged = input._ragged_idx
     if not -input.ndim <= dim < input.ndim:
-        raise IndexError(f"{name}: dim {dim} is out of range [{-input.ndim}, {input.ndim - 1}] for a nested input")
+        raise IndexError(f"{name}: dim {dim} is out of range [{-input.ndim}, {input.ndim - 1}] for {_of(input)}")
     if dim % input.ndim != ragged:
         raise RuntimeError(
-            f"{name}: of a nested tensor only the ragged dim {ragged} is reduced, got dim={dim}; take its values() for "
-            f"another"
+            f"{name}: dim must be the ragged dim {ragged} of {_of(input)}, got {dim}; take its values() for another"
         )
     if input.lengths() is not None:
         raise RuntimeError(
-            f"{name}: input is a nested tensor with holes, for it has lengths beside its offsets; give one whose "
-            f"values lie together, as input.contiguous() does"
+            f"{name}: input of shape {shape_said(input)} is a nested tensor with holes, for it has lengths beside its "
+            f"offsets; give one whose values lie together, as input.contiguous() does"
         )
     values, offsets = input.values(), input.offsets()
     compute = getattr(segments, f"segment_{name}")
-    y = compute(values, offsets, dim=ragged - 1, scale=scale, dtype=dtype)
+    try:
+        y = compute(values, offsets, dim=ragged - 1, scale=scale, dtype=dtype)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise_as(error, {f"segment_{name}": name})
     if name == "logsumexp":
         y = y.movedim(ragged - 1, 0)
         return y.unsqueeze(ragged) if keepdim else y
     return like(input, y)
+
+
+def _of(input: Any) -> str:
+    return f"a nested input of shape {shape_said(input)}"
 
 
 def like(input: Any, values: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """softmax as PyTorch Geometric calls it, of this room's."""
 
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_softmax.core.described import typed
 from fused_softmax.ops.segments import segments
+from fused_softmax.ops.segments.options import raise_as
 
 # What an error of segment_softmax calls them, and what this function does.
 _NAMES = {"segment_softmax": "pyg.softmax", "input": "src", "offsets": "ptr", "n_segments": "num_nodes"}
@@ -32,16 +33,14 @@ def softmax(
     tensor([0.5000, 0.5000, 1.0000, 1.0000])
     """
     if ptr is None and index is None:
-        raise NotImplementedError("pyg.softmax: give index or ptr, got neither")
+        of_src = f"of shape {tuple(src.shape)}" if isinstance(src, Tensor) else typed(src)
+        raise NotImplementedError(f"pyg.softmax: give index or ptr for src {of_src}, got neither")
     try:
         if ptr is not None:
             return segments.segment_softmax(src, _plain(ptr), dim=dim)
         return segments.segment_softmax(src, index=_plain(index), n_segments=num_nodes, dim=dim)
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        said = str(error)
-        if not said.startswith("segment_softmax: "):
-            raise
-        raise type(error)(re.sub(r"\w+", lambda word: _NAMES.get(word[0], word[0]), said)) from error
+        raise_as(error, _NAMES)
 
 
 def _plain(tensor: Any) -> Any:
