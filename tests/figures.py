@@ -454,6 +454,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
             computed("src/fused_softmax/ops/sampling/turns.py", more_notes, lambda: turns._MOST_BYTES / MI),
             *measured("sampling", "16 MiB of notes; drafts have 38 MiB, by top-p 59."),
             computed("src/fused_softmax/ops/sampling/turns.py", lambda: turns._MOST_BYTES / MI),
+            computed("src/fused_softmax/ops/sampling/turns.py", lambda: turns._MOST_BYTES / MI),
         ],
         "top-p is the slowest": draws(("sample_top_p_peaked", n, 128256) for n in (8, 512)),
     },

@@ -163,6 +163,13 @@ def of(folder, main, **others):
     return Source(package, {"f": Definition("small.main", "f")}).of_operations["f"]
 
 
+RAISES = """
+def f(x):
+    if x:
+        y = {}
+        raise ValueError(f"y is {{y}}, and not {}")
+    return {}
+"""
 ONE_TWO = {"one": "def g():\n    return 1\n", "two": "def g():\n    return 2\n"}
 BRANCHES = """
 def f(x):
@@ -217,6 +224,9 @@ def test_definitions_of_one_name_are_not_confused(tmp_path, user):
         ("def f(x: int):\n    return x\n", "def f(x: float):\n    return x\n"),
         ("def f():\n    return 'a'\n", "def f():\n    return 'b'\n"),
         ("def f():\n    return f'{1}a'\n", "def f():\n    return f'{1}b'\n"),
+        (RAISES.format(1, 1, 1), RAISES.format(1, 1, 2)),
+        ("def f(x):\n    if x > 1:\n        raise\n", "def f(x):\n    if x > 2:\n        raise\n"),
+        ("def f(x):\n    if x:\n        return 1\n    raise\n", "def f(x):\n    if x:\n        return 2\n    raise\n"),
     ],
 )
 def test_what_counts(tmp_path, before, after):
@@ -231,6 +241,8 @@ def test_what_counts(tmp_path, before, after):
         ("from small.one import g\n\ndef f():\n    g()\n", "from small.three import h\n\ndef f():\n    h()\n"),
         ("def f(one):\n    return one.g()\n", "from small import one\n\ndef f(one):\n    return one.g()\n"),
         ("def f():\n    return 1\n", "def h():\n    return 2\n\ndef f():\n    'Says.'\n    return 1  # so\n"),
+        (RAISES.format(1, 1, 1), RAISES.format(2, 3, 1)),
+        ("def f():\n    raise Error(g())\n\ndef g():\n    return 1\n", "def f():\n    raise\n"),
         ("def f():\n    h()\n\ndef h():\n    f()\n", "def other():\n    f()\n\ndef f():\n    other()\n"),
     ],
 )
@@ -273,7 +285,7 @@ async def f(a: Shape | None = None, b=lambda x: {**x, 1: ..., "b": b"c", 2j: -1e
     with a as c, b:
         return await a.f(*c, **b)[1:2, ::3] if a else not b
 '''
-    assert of(tmp_path, text) == "728d38a61b5a"
+    assert of(tmp_path, text) == "b3fb152e15bb"
 
 
 def test_a_result_is_current_while_its_operations_are():

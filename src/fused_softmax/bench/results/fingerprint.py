@@ -3,7 +3,8 @@
 It is of every definition that an eager call runs through up to its launch: device code, the planner and the host's
 part. A definition counts by its code, constants, defaults and decorators. Where it stands, what it is called, how a
 file imports what it refers to, comments and docstrings do not count: a definition may move, and a comment may say later
-what was measured. All C counts always, and so do the classics, which results are compared with. The reference formulas
+what was measured. Nor do the words of an error, and what a block does before it raises one: no figure is of a call that
+raises. All C counts always, and so do the classics, which results are compared with. The reference formulas
 do not count, for they compute what the kernels leave to torch. Nor does what only nested tensors run through, which no
 figure is of.
 
@@ -264,9 +265,9 @@ class _Writer:
         """scopes: of the functions and classes around a node, the outermost first."""
         kind = type(node)
         if kind is list:
-            for each in node:
+            for each in [ast.Raise()] if _only_raises(node) else node:
                 if not _is_docstring(each):
-                    self.write(each, scopes)
+                    self.write(ast.Raise() if isinstance(each, ast.Raise) else each, scopes)
                     self._pieces.append(",")
         elif not isinstance(node, ast.AST):
             self._pieces.append(ascii(node))
@@ -360,6 +361,13 @@ def _bound_by(nodes: Iterable[ast.AST]) -> _Bound:
 
 def _is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _only_raises(block: list[Any]) -> bool:
+    """Whether a block of statements always ends by raising an error."""
+    leaves = ast.Return, ast.Continue, ast.Break, ast.Yield, ast.YieldFrom
+    raises = bool(block) and isinstance(block[-1], ast.Raise)
+    return raises and not any(isinstance(inner, leaves) for each in block for inner in ast.walk(each))
 
 
 def _gives_names_alone(node: ast.stmt) -> bool:
