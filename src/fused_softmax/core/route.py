@@ -77,6 +77,11 @@ def runs_here(input: Tensor, *others: Tensor) -> bool:
     return watcher_of(input, *others) is None
 
 
+def is_unwatched(input: Tensor, *others: Tensor) -> bool:
+    """Whether torch's operations may compute a call on these tensors some rows at a time, on whatever device."""
+    return not torch.compiler.is_compiling() and _watcher_on_any_device(input, *others) is None
+
+
 class Watcher(NamedTuple):
     """What keeps a call from the kernels, and what to do about it."""
 
@@ -103,6 +108,10 @@ def watcher_of(input: Tensor, *others: Tensor) -> Watcher | None:
     kind = type(input)
     if (kind is Tensor or is_plain(kind)) and not on_device(input):  # early: torch's way has a host path of its own
         return _ON_CPU if input.is_cpu else _without_kernels(input.device.type)
+    return _watcher_on_any_device(input, *others)
+
+
+def _watcher_on_any_device(input: Tensor, *others: Tensor) -> Watcher | None:
     for each in (input, *others):
         if not is_plain(type(each)):
             return Watcher(f"an argument is a {type(each).__name__}, not a plain tensor", "give plain tensors")

@@ -15,13 +15,13 @@ from fused_softmax.ops.sampling.plan import plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput
 
 _MOST_BYTES = 2**29  # of scratch: 2500 rows of 2**20 columns, or 7400 short ones, which keep every chip busy
-_BYTES_OF_A_LOGIT = 128  # that torch's operations take at a time
+BYTES_OF_A_LOGIT = 128  # that torch's operations take at a time
 _ALIGNED = 16  # draws: after so many, a row of any dtype and length is aligned as the first one is
 
 
 def in_turns(
     function: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: dict[str, Any],
-    bytes_of_a_logit: int = _BYTES_OF_A_LOGIT,
+    bytes_of_a_logit: int = BYTES_OF_A_LOGIT,
 ) -> Any:  # fmt: skip
     """The results of a function of rows, called for some rows at a time: a tensor of rows, or a tuple of such.
 
