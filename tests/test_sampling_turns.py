@@ -5,8 +5,10 @@ import os
 import pytest
 import torch
 
-from fused_softmax import sample
+from fused_softmax import sample, speculative_sample, top_p_mask_logits, top_p_renorm_probs
+from fused_softmax.core import calls, route
 from fused_softmax.ops.sampling import calls as sample_reports
+from fused_softmax.ops.sampling import filters, reference, verification
 from fused_softmax.ops.sampling import turns as sample_turns
 
 pytestmark = pytest.mark.skipif(
@@ -91,3 +93,49 @@ def test_draws_of_which_nothing_is_noted_take_one_turn(monkeypatch, turns, devic
     monkeypatch.setattr(sample_turns, "_MOST_BYTES", 1)
     sample(given("numbers", device)[0], seed=1)
     assert turns == [N]
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Torch's operations compute all, as they do on a CPU without the interpreter."""
+    monkeypatch.setattr(route, "on_device", lambda tensor: False)
+    calls.forget()
+    yield
+    calls.forget()
+
+
+def counted(monkeypatch, module, name):
+    """How many times torch's operations are called."""
+    function, found = getattr(module, name), []
+
+    def call(*args, **kwargs):
+        found.append(1)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, call)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cpu_takes_some_draws_at_a_time(monkeypatch, on_a_cpu, kind):
+    logits, arguments = given(kind, "cpu")
+    wanted = sample(logits, **arguments)
+    monkeypatch.setattr(sample_turns, "_MOST_BYTES", 16 * 40 * 128)
+    count = counted(monkeypatch, reference, "sample")
+    for ours, each in zip(sample(logits, **arguments), wanted, strict=True):
+        assert (ours is None) == (each is None)
+        if each is not None:
+            torch.testing.assert_close(ours, each, rtol=0, atol=0, equal_nan=True)
+    assert len(count) == 3
+
+
+def test_a_cpu_takes_some_rows_at_a_time(monkeypatch, on_a_cpu):
+    x, target, tokens = torch.rand(N, 40), torch.randn(N, 3, 40), torch.randint(40, (N, 2))
+    whole = top_p_renorm_probs(x, 0.7), top_p_mask_logits(x, 0.7), speculative_sample(target, tokens, seed=1).tokens
+    monkeypatch.setattr(sample_turns, "_MOST_BYTES", 16 * 40 * 128)
+    counts = [counted(monkeypatch, filters.reference, name) for name in ("renorm_probs", "mask_logits")]
+    counts.append(counted(monkeypatch, verification, "speculative_sample"))
+    found = top_p_renorm_probs(x, 0.7), top_p_mask_logits(x, 0.7), speculative_sample(target, tokens, seed=1).tokens
+    for ours, each in zip(found, whole, strict=True):
+        assert torch.equal(ours, each)
+    assert [len(count) for count in counts] == [3, 3, 8]

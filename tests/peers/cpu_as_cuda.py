@@ -22,6 +22,7 @@ SAID = {
 }  # fmt: skip
 for name, value in SAID.items():
     setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+torch.accelerator.current_device_index, torch.accelerator.synchronize = lambda: 0, lambda: None
 
 
 def on_cpu(value):
@@ -37,9 +38,25 @@ def with_cpu(function):
     return call
 
 
-# These two are no functions that a mode sees.
+# These are no functions that a mode sees.
 torch.nn.Module.to = with_cpu(torch.nn.Module.to)
 torch.autocast.__init__ = with_cpu(torch.autocast.__init__)
+torch.set_default_device = with_cpu(torch.set_default_device)
+
+
+class _Generator(type):
+    def __call__(cls, *args, **kwargs):
+        return with_cpu(torch._C.Generator)(*args, **kwargs)
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, torch._C.Generator)
+
+
+class Generator(metaclass=_Generator):
+    """torch.Generator, of the CPU alone."""
+
+
+torch.Generator = Generator
 
 
 class OnCPU(TorchFunctionMode):

@@ -4,7 +4,7 @@ CHECKOUTS is a folder with a git checkout of each project, or a bare clone, by i
 Liger-Kernel. A suite's test files are those of its HEAD, or of the tag that the table names. They are laid out
 unchanged in a temporary folder beside a shim, which has this package under the project's import names, and pytest runs
 there by several workers. A suite whose checkout or files are missing is absent. `trl_applied` needs TRL itself, of the
-version whose tests it runs.
+version whose tests it runs, and `transformers` transformers. Seven cases of `vllm` need scipy.
 
 Prints a row for each suite and its first failures, and writes peers.json: of each suite how many cases it collected,
 how many passed, failed, were skipped or not run, and the id and last line of each failure. The exit status is 1 if a
@@ -27,6 +27,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OF_NN = "softmax or softmin or cross_entropy or CrossEntropyLoss"
 LARGE = "64bit or large_tensor"
+OF_VLLM_ALONE = (
+    "fly or synthetic or recovered or fp64 or jit or sampler_allowed or sampler_bad or murmur3 or uniform64 or cache"
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,28 @@ SUITES = {
     "megatron": Suite("NVIDIA/Megatron-LM", ("tests/unit_tests/fusions/test_torch_softmax.py",), "megatron"),
     "apex": Suite(
         "NVIDIA/apex", ("apex/contrib/test/xentropy/test_label_smoothing.py",), "apex", arguments=("apex",), seconds=70
+    ),
+    # Millions of draws in a case of these two.
+    "flashinfer": Suite(
+        "flashinfer-ai/flashinfer", ("tests/utils/test_sampling.py",),
+        "flashinfer", workers=4, seconds=300, share=4, on_cpu=False,
+    ),
+    "vllm": Suite(
+        "vllm-project/vllm",
+        (
+            "tests/v1/sample/utils.py", "tests/v1/sample/test_rejection_sampler.py", "tests/v1/sample/test_sampler.py",
+            "tests/v1/sample/test_topk_topp_sampler.py", "tests/v1/worker/test_gpu_gumbel_sample.py",
+            "vllm/v1/sample/metadata.py", "vllm/v1/sample/ops/bad_words.py", "vllm/v1/sample/ops/topk_topp_sampler.py",
+            "vllm/v1/spec_decode/metadata.py",
+        ),
+        "vllm", arguments=("tests", "-k", f"not ({OF_VLLM_ALONE})"), workers=4, seconds=300, on_cpu=False,
+        commit="v0.33.0",
+    ),
+    "transformers": Suite(
+        "huggingface/transformers",
+        ("tests/__init__.py", "tests/generation/__init__.py", "tests/generation/test_logits_process.py"),
+        "transformers", arguments=("tests", "-k", "top_k or top_p or min_p or repetition or processor_list"),
+        commit="v5.24.0",
     ),
 }  # fmt: skip
 

@@ -176,6 +176,11 @@ def readable(target: Tensor) -> bool:
     )
 
 
+def is_unwatched(input: Tensor, *others: Tensor) -> bool:
+    """Whether torch's operations may compute a call on these tensors some rows at a time."""
+    return runs_here(input, *others) or all(map(readable, (input, *others)))
+
+
 def checks_values(input: Tensor, *values: Tensor | None) -> bool:
     """Whether a call raises for wrong values: on a CPU, where nobody waits, and with FUSED_SOFTMAX_CHECK=1.
 

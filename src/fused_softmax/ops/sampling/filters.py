@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched
-from fused_softmax.core.route import Route, needs_grad, route_of, runs_here
+from fused_softmax.core.route import Route, is_unwatched, needs_grad, route_of, runs_here
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import rows_on_shards
 from fused_softmax.ops.sampling.judged import prepare_masks
@@ -146,7 +146,7 @@ def _kept(name: str, argument: str, rows: Tensor, keep_of: Callable[..., Tensor]
             if look is not None:
                 call = keep(Launched(call), name, look[0], rows, *look[1:])
             return call(rows, checked[filter])
-    if needs_grad(rows, *tensors) or not runs_here(rows, *tensors):
+    if needs_grad(rows, *tensors) or not is_unwatched(rows, *tensors):
         return keep_of(rows, **checked)
     return in_turns(keep_of, (rows,), checked)
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import refusing
-from fused_softmax.core.route import Route, is_sharded, needs_grad, route_of
+from fused_softmax.core.route import Route, is_sharded, is_unwatched, needs_grad, route_of
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import draws_on_shards
 from fused_softmax.ops.sampling.launches import (
@@ -48,6 +48,7 @@ from fused_softmax.ops.sampling.options import (
 from fused_softmax.ops.sampling.over_ranks import sample_of_shards
 from fused_softmax.ops.sampling.penalties import Penalties, kinds_of
 from fused_softmax.ops.sampling.reference import SampleOutput
+from fused_softmax.ops.sampling.turns import BYTES_OF_A_LOGIT, in_turns, rows_at_a_time
 from fused_softmax.ranks.dtensor import Axes, mesh_of
 from fused_softmax.ranks.groups import Transport, over_of
 
@@ -270,9 +271,30 @@ def _sample(logits, as_given, random, out, look):
         if route is Route.OPERATOR:
             drawn = torch.ops.fused_softmax.sample.default(logits, seeds, positions, *options.traced())
             drawn = options.asked(*drawn)
+        elif is_unwatched(logits, *options.tensors, *others):
+            drawn = _by_torch(logits, seeds, positions, options)
         else:
             drawn = reference.sample(logits, seeds, positions, **options.options())
         return SampleOutput(drawn[0] if out is None else out.copy_(drawn[0]), *drawn[1:])
+
+
+def _by_torch(logits, seeds, positions, options):
+    """Torch's operations, some draws at a time: draws may share a row, and be far more than the rows."""
+    named = options.options() | {"logits": logits}
+    bias = named["logit_bias"]
+    names = ["bitmask", "token_ids", "logits" if named["row_indices"] is None else "row_indices"]
+    if bias is not None and bias.ndim == 2:
+        names.append("logit_bias")
+    of_draws = [named.pop(name) for name in names]
+    of_all = {name: named.pop(name) for name in ("logits", "logit_bias") if name in named}
+
+    def draw(seeds, positions, *given, **numbers):
+        return reference.sample(
+            seed=seeds, position=positions, **dict(zip(names, given, strict=True)), **of_all, **numbers
+        )
+
+    most = rows_at_a_time(BYTES_OF_A_LOGIT * max(1, logits.shape[1]))
+    return in_turns(draw, (seeds, positions, *of_draws), named, most)
 
 
 def _sample_on_shards(logits, options, n_draws, random):

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_softmax.core.calls import find, keep
 from fused_softmax.core.described import described, typed
 from fused_softmax.core.launched import Launched
-from fused_softmax.core.route import Route, route_of, runs_here
+from fused_softmax.core.route import Route, is_unwatched, route_of, runs_here
 from fused_softmax.ops.sampling import verification
 from fused_softmax.ops.sampling.dtensor import draws_on_shards
 from fused_softmax.ops.sampling.launches import MOST_COLUMNS, Numbers, is_few
@@ -173,7 +173,7 @@ def _speculative(target_logits, drafts, filters, masks, asked, random, look):
         seeds, positions = of_sequences(numbers, n, k_and_1, device)
         given = _given(target_logits, **drafts, logit_bias=options.logit_bias, bitmask=options.bitmask)
         read = [each for each in (*given, *options.tensors, seeds, positions) if isinstance(each, Tensor)]
-        here, told = runs_here(*read), given.draft_logits is not None or given.draft_probs is not None
+        told = given.draft_logits is not None or given.draft_probs is not None
         if not told and torch.compiler.is_compiling():
             return _own_tokens(given, options, seeds, positions)
         refused = "" if target_logits.shape[2] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
@@ -189,9 +189,9 @@ def _speculative(target_logits, drafts, filters, masks, asked, random, look):
                 with torch.set_grad_enabled(differentiates):  # as where the next call is looked up
                     call = keep(Launched(call), name, look[0], target_logits, *look[1:])
             return call(given, numbers)
-        if not told and here:
+        if not told and runs_here(*read):
             return _own_tokens(given, options, seeds, positions)
-        if here:
+        if is_unwatched(*read):
             return SpeculativeOutput(*in_turns(verification.speculative_sample, sequences, named))
         return verification.speculative_sample(*sequences, **named)
 

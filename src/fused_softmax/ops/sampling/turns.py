@@ -15,7 +15,7 @@ from fused_softmax.ops.sampling.plan import plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput
 
 _MOST_BYTES = 2**29  # of scratch: 2500 rows of 2**20 columns, or 7400 short ones, which keep every chip busy
-_BYTES_OF_A_LOGIT = 128  # that torch's operations take at a time
+BYTES_OF_A_LOGIT = 128  # that torch's operations take at a time
 _ALIGNED = 16  # draws: after so many, a row of any dtype and length is aligned as the first one is
 
 
@@ -32,7 +32,7 @@ def in_turns(
     assert rows is not None
     n_rows = len(rows)
     if most is None:
-        most = rows_at_a_time(_BYTES_OF_A_LOGIT * max(1, rows[:1].numel()))
+        most = rows_at_a_time(BYTES_OF_A_LOGIT * max(1, rows[:1].numel()))
     if n_rows <= most:
         return function(*given, **numbers)
     found = []
