@@ -231,7 +231,7 @@ def test_probabilities(reduction, options, device):
 @pytest.mark.parametrize("shape", [(40,), (6, 40), (2, 40, 3)], ids=str)
 @pytest.mark.parametrize("options", ["plain", "smoothing, weights", "softcap"])
 def test_probabilities_are_one_operator_where_compiled(reduction, dtypes, shape, options, device):
-    """With the gradients of both, one after the other, and a second derivative."""
+    """With the gradients of logits and targets, together and each alone, and a second derivative."""
     dims = [0] if len(shape) == 1 else [1]
     x = peaked(math.prod(shape), 1).view(shape).to(device, dtypes[0]).requires_grad_()
     q = torch.softmax(peaked(math.prod(shape), 1, seed=3).view(shape), *dims).to(device, dtypes[1]).requires_grad_()

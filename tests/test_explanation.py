@@ -212,7 +212,7 @@ OTHERS = {
     "there are no logits": (
         lambda x: fused_softmax.cross_entropy(x[:0], torch.zeros(0, dtype=torch.int64, device=x.device)), "composed",
     ),
-    "targets are probabilities, beside token statistics": (
+    "targets are probabilities, and token statistics are wanted": (
         lambda x: fused_softmax.cross_entropy(x, x.softmax(-1), return_token_stats=True), "composed",
     ),
     "scale is 0": (

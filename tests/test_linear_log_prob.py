@@ -282,7 +282,7 @@ def test_compiled_and_transformed_it_says_the_same(device):
 @pytest.mark.parametrize("kept", [None, "int32, int64", "bitmask"], ids=str)
 @pytest.mark.parametrize("dtypes", [(FP32, None), (BF16, FP32)], ids=str)
 def test_compiled_it_is_one_operator_and_has_chunks_too(kept, dtypes, device, monkeypatch):
-    """Of a whole graph, with temperatures of rows, a bias, several targets, an ignored row of NaN, float32 masters."""
+    """In one graph, with temperatures of rows, a bias, several targets, an ignored row of NaN, float32 masters."""
     x, w, bias = layer(device, *dtypes)
     x[2], columns = float("nan"), torch.arange(CLASSES).expand(N, -1) % 3 > 0
     leaves, target = [each.requires_grad_() for each in (x, w, bias)], targets(device, 2)

@@ -279,10 +279,10 @@ def test_a_row_of_infinite_or_no_logits_is_as_torchs(device):
 
 
 ALL_LOGITS = {
-    "statistics": ({"return_token_stats": True}, "targets are probabilities, beside token statistics"),
+    "statistics": ({"return_token_stats": True}, "targets are probabilities, and token statistics are wanted"),
     "a gradient of class weights": (
         {"weight": torch.ones(40, requires_grad=True)},
-        "targets are probabilities, of classes whose weights require a gradient",
+        "targets are probabilities, and class weights require a gradient",
     ),
     "a scale of 0": ({"scale": 0}, "scale is 0"),
 }

@@ -447,7 +447,7 @@ def test_what_is_refused(device):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_one_word_of_a_row_may_lie_anywhere(n, device):
-    """Torch calls a tensor contiguous whatever the stride of a dim of one element, and then shows no bytes of it."""
+    """Torch calls it contiguous, whatever the stride of a dim of one element, but then refuses to view it as bytes."""
     x, t, word = peaked(n, 20).to(device), torch.arange(n, device=device), torch.full((n, 1), 0b1011, dtype=torch.int32)
     apart = torch.zeros(2 * n, dtype=torch.int32, device=device).as_strided((n, 1), (2 if n == 1 else 1, 2))
     apart.copy_(word)

@@ -406,7 +406,7 @@ REASONS = {
         lambda i: fused_softmax.linear_cross_entropy(
             i["x"], i["w"], i["w"][:12, :40].softmax(-1), return_token_stats=True
         ),
-        "targets are probabilities, beside token statistics",
+        "targets are probabilities, and token statistics are wanted",
     ),
     "a subclass": (
         lambda i: fused_softmax.attention(i["q"], i["q"].as_subclass(type("Mine", (torch.Tensor,), {})), i["q"]),

@@ -1,4 +1,4 @@
-"""Losses of targets that are probabilities with lse and z-loss beside them, and the gradients that come back to all."""
+"""Losses by probabilities with lse and z-loss beside them, and the gradients that come back to all three."""
 
 import os
 
@@ -39,7 +39,7 @@ def tensors(device, dtypes, linear):
 
 
 def call_of(linear, z, options, reduction="none"):
-    """(loss, lse, z-loss) of tensors, which come last but for the target."""
+    """What gives (loss, lse, z-loss) of the tensors of `tensors`, in their order."""
     more = options | {"lse_square_scale": z, "reduction": reduction, "return_lse": True, "return_z_loss": True}
     if not linear:
         return lambda x, q: cross_entropy(x, q, **more)[:3]
@@ -71,7 +71,7 @@ def test_rows_and_their_gradients_are_those_of_float64(incoming, z, options, dty
         found = call(*leaves)
     if way == "eager":
         assert explained[0].route == "kernel"
-    of_bf16 = 2**-4 if linear else 2**-6  # of logits that are rounded, exponentials are worse
+    of_bf16 = 2**-4 if linear else 2**-6  # exponentials of rounded logits are further off
     rough = {"rtol": of_bf16, "atol": of_bf16} if BF16 in dtypes else {"rtol": 1e-5, "atol": 1e-5}
     for ours, truth in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.double(), truth, **rough)

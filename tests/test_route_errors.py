@@ -164,13 +164,15 @@ BAD = {  # of each argument its wrong values, the error, and what it says after 
 }  # fmt: skip
 BAD_IDS = {
     "beyond": (
-        [[0, 1, 2], [3, 8, 4]], [True, True], "must be from -1 to 7, of 8 experts, got 8 at [1, 1]",
+        [[0, 1, 2], [3, 8, 4]], [True, True], "must be from -1 to 7, for 8 experts, got 8 at [1, 1]",
     ),
-    "below -1": ([[-2, 1, 2], [3, 8, 4]], [True, True], "must be from -1 to 7, of 8 experts, got -2 at [0, 0]"),
+    "below -1": ([[-2, 1, 2], [3, 8, 4]], [True, True], "must be from -1 to 7, for 8 experts, got -2 at [0, 0]"),
     "beyond, in a row that counts": (
-        [[0, 9, 2], [3, 5, 2**40]], [False, True], f"must be from -1 to 7, of 8 experts, got {2**40} at [1, 2]",
+        [[0, 9, 2], [3, 5, 2**40]], [False, True], f"must be from -1 to 7, for 8 experts, got {2**40} at [1, 2]",
     ),
-    "twice": ([[0, 1, 2], [5, 3, 5]], [True, True], "must have an expert once in a row, got 5 twice in row [1]"),
+    "twice": (
+        [[0, 1, 2], [5, 3, 5]], [True, True], "must have an expert at most once in each row, got 5 twice in row [1]",
+    ),
 }  # fmt: skip
 
 
@@ -180,7 +182,7 @@ BAD_IDS = {
     ids=lambda each: each if isinstance(each, str) else None,
 )
 def test_bad_arguments(argument, case, device, monkeypatch):
-    """An error that says the argument, the shape and the value, and nothing is launched before it."""
+    """The error names the argument, the shape and the value, and nothing runs before it."""
     value, error, words = case
     right = {"logits": X.to(device), "k": 3, "n_groups": 4 if argument == "groups_kept" else 1}
     if isinstance(value, torch.Tensor) and not value.is_meta and not value.requires_grad:
@@ -199,7 +201,8 @@ def test_bad_ids(case, device, monkeypatch):
     x, indices, mask = (torch.tensor(each, device=device) for each in ([[0.0] * 8] * 2, ids, mask))
     with pytest.raises(IndexError, match="^" + re.escape(f"route: indices of shape (2, 3) {words}")):
         route(x, 3, indices=indices, row_mask=mask)
-    with pytest.raises(IndexError, match=re.escape("route: indices of shape (3,) must have an expert once in a row")):
+    words = "must have an expert at most once in each row"
+    with pytest.raises(IndexError, match=re.escape(f"route: indices of shape (3,) {words}")):
         route(x[0], 3, indices=torch.tensor([1, 4, 1], device=device))
 
 

@@ -105,7 +105,7 @@ def on_a_cpu(monkeypatch):
 
 
 def counted(monkeypatch, module, name):
-    """How many times torch's operations are called."""
+    """A list that gets an element whenever the function is called."""
     function, found = getattr(module, name), []
 
     def call(*args, **kwargs):

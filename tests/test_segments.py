@@ -383,7 +383,7 @@ X, OFFSETS, INDEX = torch.zeros(5, 2), torch.tensor([0, 2, 5]), torch.tensor([0,
 OF = "input of shape (5, 2)"
 GOT_OFFSETS, GOT_INDEX = "Tensor of shape (3,), torch.int64 on cpu", "Tensor of shape (5,), torch.int64 on cpu"
 BY_OFFSETS, BY_INDEX = {"offsets": OFFSETS}, {"index": INDEX, "n_segments": 2}
-MISUSES = {  # the arguments, the error, and what it says after the function
+MISUSES = {  # the arguments, the error, and what it says after the function's name
     "both": (
         {"offsets": OFFSETS, "index": INDEX}, ValueError,
         f"give offsets or index, one of the two, for {OF}, got both, {GOT_OFFSETS} and {GOT_INDEX}",
@@ -505,7 +505,7 @@ MISUSES = {  # the arguments, the error, and what it says after the function
 @named
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_misuse_is_an_error_that_names_the_argument(function, misuse, monkeypatch):
-    """It says the argument, the shape and the value, and nothing is launched before it."""
+    """The error names the argument, the shape and the value, and nothing runs before it."""
     arguments, error, says = MISUSES[misuse]
     monkeypatch.setattr(segments, "route_of", None)
     with pytest.raises(error, match="^" + re.escape(f"{function.__name__}: {says}")):
@@ -520,7 +520,7 @@ def test_nested_inputs_are_for_softmax(function):
 
 
 class Sharded(Tensor):
-    """What a DTensor is told by."""
+    """A tensor with the attribute that tells a DTensor."""
 
     def to_local(self):
         return self.as_subclass(Tensor)

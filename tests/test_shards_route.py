@@ -239,13 +239,13 @@ def refused(group, shape, placements, options):
         ((8,), [Partial()], {}, "ValueError", "route: logits lies in Partial"),
         (
             (8,), [Shard(0)], {"sequence_length": 4, "return_aux_loss": True}, "ValueError",
-            "route: sequence_length must divide the 2 rows that lie together on a rank, for no sequence is spread over "
-            f"ranks, of logits of shape (8, {N_EXPERTS}), got 4",
+            f"route: sequence_length must divide the 2 rows of logits of shape (8, {N_EXPERTS}) that lie together on a "
+            "rank, for no sequence is spread over ranks, got 4",
         ),
         (
             (2, 8), [Shard(1)], {"sequence_length": 8, "return_aux_loss": True}, "ValueError",
-            "route: sequence_length must divide the 2 rows that lie together on a rank, for no sequence is spread over "
-            f"ranks, of logits of shape (2, 8, {N_EXPERTS}), got 8",
+            f"route: sequence_length must divide the 2 rows of logits of shape (2, 8, {N_EXPERTS}) that lie together "
+            "on a rank, for no sequence is spread over ranks, got 8",
         ),
         ((8,), [Shard(0)], {"bias": torch.zeros(N_EXPERTS)}, "RuntimeError", "route: bias must be a DTensor"),
     ],

@@ -253,7 +253,7 @@ def test_few_rows_are_masked_at_a_time(monkeypatch, device):
 
 
 def test_few_sequences_of_short_rows_are_verified_at_a_time(monkeypatch, device):
-    """Notes of a row of 64 columns take as much as of one of 16000."""
+    """The notes of a row of 64 columns take about as much as those of a row of 16000."""
     target, draft, tokens = rows_of(7, 2, 64, torch.bfloat16, device)
     whole = speculative_sample(target, tokens, draft, top_p=0.9, seed=1)
     real, at_once = speculative.prepare_speculation, []
@@ -341,7 +341,7 @@ def test_they_take_no_memory_of_the_vocabulary(verify, filters, notes, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("verify", ["chain", "block"])
 def test_many_short_rows_are_verified_in_bounded_memory(verify, device):
-    """Of 65536 rows of target and draft, the notes of what filters keep would take 4.7 GB at once."""
+    """The notes of what filters keep of 49152 rows of target and draft would take 3.6 GB at once."""
     target, draft, tokens = rows_of(2**14, 1, 64, torch.bfloat16, device)
     call = lambda: speculative_sample(target, tokens, draft, top_p=0.9, verify=verify, seed=1)  # noqa: E731
     assert memory_of(call) < (512 + 64) * MIB

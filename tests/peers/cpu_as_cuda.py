@@ -38,7 +38,7 @@ def with_cpu(function):
     return call
 
 
-# These are no functions that a mode sees.
+# A mode does not see calls of these.
 torch.nn.Module.to = with_cpu(torch.nn.Module.to)
 torch.autocast.__init__ = with_cpu(torch.autocast.__init__)
 torch.set_default_device = with_cpu(torch.set_default_device)
@@ -53,7 +53,7 @@ class _Generator(type):
 
 
 class Generator(metaclass=_Generator):
-    """torch.Generator, of the CPU alone."""
+    """torch.Generator, always on the CPU."""
 
 
 torch.Generator = Generator

@@ -4,7 +4,7 @@ CHECKOUTS is a folder with a git checkout of each project, or a bare clone, by i
 Liger-Kernel. A suite's test files are those of its HEAD, or of the tag that the table names. They are laid out
 unchanged in a temporary folder beside a shim, which has this package under the project's import names, and pytest runs
 there by several workers. A suite whose checkout or files are missing is absent. `trl_applied` needs TRL itself, of the
-version whose tests it runs, and `transformers` transformers. Seven cases of `vllm` need scipy.
+version whose tests it runs, and `transformers` needs transformers. Seven cases of `vllm` need scipy.
 
 Prints a row for each suite and its first failures, and writes peers.json: of each suite how many cases it collected,
 how many passed, failed, were skipped or not run, and the id and last line of each failure. The exit status is 1 if a
@@ -122,7 +122,7 @@ SUITES = {
     "apex": Suite(
         "NVIDIA/apex", ("apex/contrib/test/xentropy/test_label_smoothing.py",), "apex", arguments=("apex",), seconds=70
     ),
-    # Millions of draws in a case of these two.
+    # Some cases of these two make millions of draws, too many for a CPU.
     "flashinfer": Suite(
         "flashinfer-ai/flashinfer", ("tests/utils/test_sampling.py",),
         "flashinfer", workers=4, seconds=300, share=4, on_cpu=False,

@@ -115,7 +115,7 @@ def overlap_like(out: Tensor, *read: Any) -> Callable[..., bool]:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of a tensor, whose last dim becomes so much longer; of a copy unless its rows are without gaps."""
+    """A tensor as bytes, uint8, with a last dim that is longer by the element size; a copy if rows have gaps."""
     if x.stride(-1) != 1:
         x = x.contiguous()
         x = x.as_strided(x.shape, (*x.stride()[:-1], 1))  # torch leaves the stride of a dim of one element as it was

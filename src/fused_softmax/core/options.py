@@ -29,12 +29,12 @@ def is_bool(name: str, argument: str, value: Any) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a number is one that a float can be, which a large int is not."""
+    """Whether a number is finite as a float. A very large int is not."""
     return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def plain_number(value: Any) -> Any:
-    """A number of another library, such as NumPy's, as Python's, which kernels take; all else as it is."""
+    """A number of another library, such as NumPy, as a number of Python, which kernels take; all else as it is."""
     if type(value) in (int, float, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)

@@ -184,7 +184,7 @@ def cut_of(name: str, given: Mapping[str, tuple[Any, Axes]], sizes: Sequence[int
 
 
 def _lies(argument: str, tensor: Any, i: int) -> str:
-    """Apart, since a compiler that traces a call has no words for placements."""
+    """A function of its own, called for errors alone: a compiler cannot trace the repr of a placement."""
     return f"{argument} lies in {tensor.placements[i]!r} over mesh dim {i}"
 
 

@@ -3,7 +3,7 @@
 It is of every definition that an eager call runs through up to its launch: device code, the planner and the host's
 part. A definition counts by its code, constants, defaults and decorators. Where it stands, what it is called, how a
 file imports what it refers to, comments and docstrings do not count: a definition may move, and a comment may say later
-what was measured. Nor do the words of an error, and what a block does before it raises one: no figure is of a call that
+what was measured. Nor do the words of an error or what a block does before it raises one: no figure is of a call that
 raises. All C counts always, and so do the classics, which results are compared with. The reference formulas
 do not count, for they compute what the kernels leave to torch. Nor does what only nested tensors run through, which no
 figure is of.

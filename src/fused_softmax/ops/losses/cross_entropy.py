@@ -430,7 +430,7 @@ def composed(
     input, target, loss: Loss, wanted: Wanted, dtype: torch.dtype, arithmetic: torch.dtype,
     given_lse: Tensor | None = None, name: str = "cross_entropy",
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """By torch's operations: on devices without kernels, for probabilities, and under functorch's transforms."""
+    """By torch's operations: on devices without kernels, under functorch's transforms, and for what kernels refuse."""
     arguments = {"reduction": loss.reduction, **loss.reference_arguments(), "dtype": dtype, "arithmetic": arithmetic}
     y, lse, z = reference.cross_entropy(input, target, **arguments, lse=given_lse)
     if not wanted.beside:

@@ -1,7 +1,7 @@
 """The rules of divergences as a registered operator and its gradient: what runs, fakes, autograd.
 
 Of rows [n, n_classes] of a student and of a teacher. m_t and ls_t are empty where the teacher has no logits. Of kind
-"cross", lse is m + ls, and its gradient that of ls.
+"cross", lse is m + ls, and its gradient comes back as that of ls.
 """
 
 from typing import Any
@@ -30,7 +30,10 @@ _DEFAULTS: tuple[Any, ...] = (None, 0.0, [], None)
 
 
 def _split(given: tuple) -> tuple[Divergence, Tensor | None, list[bool], Tensor | None]:
-    """(options, weights of classes, which gradients are wanted, dls). The dispatcher leaves out last defaults."""
+    """(options, weights of classes, which gradients are wanted, dls).
+
+    The dispatcher leaves out last arguments that are defaults.
+    """
     more = given[_N_OPTIONS:]
     weight, label_smoothing, asked, dls = more + _DEFAULTS[len(more) :]
     options = Divergence.of_traced(given[:_N_OPTIONS], label_smoothing=label_smoothing)

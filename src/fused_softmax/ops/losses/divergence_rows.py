@@ -94,7 +94,7 @@ def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: st
 
 
 def losses_of(rows: Tensor, lse: Tensor | None, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Any, Any]:
-    """(loss, lse, z-loss) by the cross-entropies of rows; the loss alone without their lse."""
+    """(loss, lse, z-loss) by the cross-entropies of rows; without their lse (loss, None, None)."""
     z: Tensor | None = None
     if lse is not None:
         z = loss.lse_square_scale * lse.square() if loss.lse_square_scale else torch.zeros_like(rows)
@@ -148,7 +148,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The gradients by the kernels: of the student's rows; if wanted of the teacher's rows.
 
-    dx: where the first is written, of a pair as kernels take it; it may be the student's rows, and is new if not given.
+    dx: where the first is written; it may be the student's rows, and the pair must be as kernels take it. None: a new
+    tensor.
     dlse: the incoming gradient of the lse of rows of "cross", if there is one.
     """
     of_rows, g = rows, dvalue
@@ -161,14 +162,14 @@ def gradients(
     return dx, dy
 
 
-_LEAST = 2.0**-60  # a share of the gradient of an lse beside which nothing is seen
+_LEAST = 2.0**-60  # a share of an lse's gradient that is rounded away beside it
 
 
 def _beside_lse(rows: PairRows, g: Tensor, h: Tensor) -> tuple[PairRows, Tensor]:
-    """(rows, their incoming gradient) by which one gradient has that of the lse in it.
+    """(rows, their incoming gradient), changed so that the kernel's gradient has the part of the lse in it.
 
-    dz = g (total q - p) + h q = g ((total + h / g) q - p). Where g is nothing beside h, it counts as so little of h
-    that what p adds is rounded away.
+    dz = g (total q - p) + h q = g ((total + h / g) q - p). Where g is negligible beside h, so small a share of h
+    replaces it that the part of p is rounded away.
     """
     g, h = g.to(torch.float32), h.to(torch.float32)
     g = torch.where(g.abs() < h.abs() * _LEAST, h * _LEAST, g)
@@ -339,7 +340,7 @@ def differentiable_gradient(
 
 
 def lse_of(x: Tensor, options: Divergence, counts: Tensor | None = None) -> Tensor:
-    """That of rows of "cross", by torch's operations."""
+    """The lse of rows of kind "cross", by torch's operations."""
     x = x if counts is None else torch.where(counts.unsqueeze(-1), x, 0.0)
     return torch.logsumexp(reference.finished(x.to(arithmetic_of(x)), options.scale, options.softcap, None), -1)
 

@@ -129,8 +129,8 @@ def linear_cross_entropy(
         they may be float32 master weights: products are made in the input's dtype, and their gradients are float32.
         Autocast casts these three as it casts linear's.
     target: class indices of the input's leading shape, of int64, int32 or uint8; or probabilities [..., n_classes],
-        which get their gradient too. All logits exist at once for probabilities beside statistics and a class weight
-        that requires a gradient; on one device also for float64. These calls take no chunk_size.
+        which get their gradient too. All logits exist at once for probabilities with token statistics or a class
+        weight that requires a gradient; on one device also for float64. These calls take no chunk_size.
     weight, reduction, ignore_index, label_smoothing, softcap, scale, lse_square_scale, dtype: as cross_entropy's.
     return_lse, return_z_loss, return_token_stats: as cross_entropy's. A gradient that comes back to lse, or to the
         z-loss that is returned, makes the logits again. Token stats read the logits once more where a gradient is

@@ -2,7 +2,7 @@
 
 The divergences of rows [n, in_features]; whatever reduces them follows. The gradient makes the logits again. Without a
 target_weight, target_input are probabilities [n, n_classes], and by kind "cross" the result is their cross-entropy,
-with weights of classes. lse is of the rows of "cross", and empty if not asked for.
+with weights of classes. lse is that of rows of kind "cross", and empty if not asked for.
 """
 
 from typing import Any
@@ -35,7 +35,10 @@ _DEFAULTS: tuple[Any, ...] = (None, 0.0, None, "fp32")
 
 
 def _split(given: tuple) -> tuple[ops.Layers, Divergence, int | None, str, tuple]:
-    """(layers, options, chunk_size, accumulate, what follows). The dispatcher leaves out last defaults."""
+    """(layers, options, chunk_size, accumulate, what follows).
+
+    The dispatcher leaves out last arguments that are defaults.
+    """
     (x, w, bias, h, v, of_v), given = given[:6], given[6:]
     more = given[_N_OPTIONS:]
     weight, label_smoothing, chunk_size, accumulate, *rest = more + _DEFAULTS[len(more) :]
@@ -124,7 +127,7 @@ def fake_linear_divergence_backward(ddivergence, *given):
 
 
 def flops_of_linear_divergence(*given, out_val, **__) -> int:
-    """The logits of both layers; as torch counts products, two operations for each element of a factor."""
+    """The logits of both layers; as torch counts products, two operations for each multiplication."""
     return _products(given, 0)
 
 

@@ -102,10 +102,10 @@ def linear_log_prob(
     input_sharded: with group: each rank gives as many rows [rows, in_features] of the input, in rank order, and gets
         their gradient; targets [ranks * rows] or [ranks * rows, k], temperatures and results are those of all.
 
-    A second backward pass makes the logits again. Compiled code has chunks too. By "auto" it keeps the logits of as
-    many rows as in_features or chunk_size=, with their gradient beside them. It makes those of ignored rows all the
-    same. torch.func and devices without kernels have all logits in memory. A row's results have the same bits in any
-    batch for which cuBLAS chooses the same kernel.
+    A second backward pass makes the logits again. Compiled code has chunks too. With "auto" it keeps the logits if the
+    number of rows is at most in_features, or at most a chunk_size that is given. Its gradient of kept logits is a
+    tensor of its own, and its skip_ignored leaves out no rows. torch.func and devices without kernels have all logits
+    in memory. A row's results have the same bits in any batch for which cuBLAS chooses the same kernel.
     Returns as log_prob. Raises as log_prob; also ValueError for shapes that do not fit, chunk_size < 1, or an unknown
     logits or accumulate, and RuntimeError for a linear_weight or linear_bias of another dtype or device.
 

@@ -116,7 +116,7 @@ def fake_linear_log_prob_backward(x, w, bias, target, m, ls, entropy, dlog_prob,
 
 
 def flops_of_linear_log_prob(x, w, *_, **__) -> int:
-    """The logits; as torch counts products, two operations for each element of a factor."""
+    """The logits; as torch counts products, two operations for each multiplication."""
     return _product(x, w)
 
 

@@ -554,9 +554,9 @@ def refused_loss(
             return f"no kernel has {dtype}"
     if target.is_floating_point():
         if loss.stats:
-            return "targets are probabilities, beside token statistics"
+            return "targets are probabilities, and token statistics are wanted"
         if loss.weight is not None and loss.weight.requires_grad:
-            return "targets are probabilities, of classes whose weights require a gradient"
+            return "targets are probabilities, and class weights require a gradient"
         if torch.float64 in (input.dtype, target.dtype) or target.dtype not in DTYPES:
             return f"targets are probabilities of {target.dtype}, of logits of {input.dtype}"
     if loss.scale == 0:

@@ -94,6 +94,6 @@ def _check_sequences(name: str, cut: Cut, shape: tuple[int, ...], length: int) -
                 size = -(-size // cut.mesh.size(i))  # as DTensor cuts a dim
                 if (size * inner) % length:
                     raise ValueError(
-                        f"{name}: sequence_length must divide the {size * inner} rows that lie together on a rank, for "
-                        f"no sequence is spread over ranks, of logits of shape {shape}, got {length}"
+                        f"{name}: sequence_length must divide the {size * inner} rows of logits of shape {shape} that "
+                        f"lie together on a rank, for no sequence is spread over ranks, got {length}"
                     )

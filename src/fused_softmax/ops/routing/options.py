@@ -222,7 +222,7 @@ def check_ids(name: str, indices: Tensor, row_mask: Tensor | None, n_experts: in
     if foreign.any():
         at = foreign.nonzero()[0].tolist()
         raise IndexError(
-            f"{name}: indices of shape {tuple(indices.shape)} must be from -1 to {n_experts - 1}, of {n_experts} "
+            f"{name}: indices of shape {tuple(indices.shape)} must be from -1 to {n_experts - 1}, for {n_experts} "
             f"experts, got {int(indices[tuple(at)])} at {at}"
         )
     ordered = indices.sort(-1).values
@@ -230,6 +230,6 @@ def check_ids(name: str, indices: Tensor, row_mask: Tensor | None, n_experts: in
     if twice.any():
         *row, _ = at = twice.nonzero()[0].tolist()
         raise IndexError(
-            f"{name}: indices of shape {tuple(indices.shape)} must have an expert once in a row, got "
+            f"{name}: indices of shape {tuple(indices.shape)} must have an expert at most once in each row, got "
             f"{int(ordered[..., 1:][tuple(at)])} twice{f' in row {row}' if row else ''}"
         )

@@ -176,7 +176,7 @@ def _turns(logits: Tensor, options: Sampling) -> list[slice]:
 
 
 def bytes_of_a_row(n_rows: int, logits: Tensor, options: Sampling) -> int:
-    """Bytes of scratch of one of n_rows rows [..., n_cols]."""
+    """How many bytes of scratch one of n_rows rows takes. logits: [..., n_cols]."""
     index, dtype = logits.get_device(), logits.dtype
     plan = plan_draws(n_rows, logits.shape[-1], logits.element_size(), device_of(index))
     return 8 * _spec_of(plan, options, index, dtype, False).scratch

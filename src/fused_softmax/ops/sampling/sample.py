@@ -279,7 +279,7 @@ def _sample(logits, as_given, random, out, look):
 
 
 def _by_torch(logits, seeds, positions, options):
-    """Torch's operations, some draws at a time: draws may share a row, and be far more than the rows."""
+    """By torch's operations, some draws at a time, because many draws may share one row."""
     named = options.options() | {"logits": logits}
     bias = named["logit_bias"]
     names = ["bitmask", "token_ids", "logits" if named["row_indices"] is None else "row_indices"]

@@ -26,7 +26,7 @@ def in_turns(
     """The results of a function of rows, called for some rows at a time: a tensor of rows, or a tuple of such.
 
     given: tensors of rows, or None. numbers: those that are tensors [n_rows] are of rows too. most: rows at a time;
-    None for as many as torch's operations have room for.
+    None for as many as torch's operations take in `_MOST_BYTES`.
     """
     rows = given[0]
     assert rows is not None

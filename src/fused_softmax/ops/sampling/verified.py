@@ -63,7 +63,7 @@ def prepare_speculation(
 
 
 def bytes_of_verified(n_rows: int, logits: Tensor) -> int:
-    """Bytes of scratch that one of the target's rows takes at most, with the draft's beside it."""
+    """How many bytes of scratch a row of the target takes at most, with the row of the draft beside it."""
     return 2 * bytes_of_a_row(n_rows, logits, Sampling(top_p=0.5))
 
 

@@ -16,7 +16,7 @@ from fused_softmax.core.route import checks_values, is_sharded
 from fused_softmax.ops import autocast
 
 _INTEGERS = (torch.int64, torch.int32)
-_MOST = torch.iinfo(torch.int64).max - 1  # segments, so that one more has a number
+_MOST = torch.iinfo(torch.int64).max - 1  # segments, so that an int64 holds one more
 
 
 def _is_int(name: str, argument: str, value: Any) -> None:
@@ -162,7 +162,7 @@ def _check_values(name: str, input: Tensor, offsets: Tensor | None, index: Tenso
 
 
 def raise_as(error: Exception, names: dict[str, str]) -> NoReturn:
-    """Raise a function's error as another function says it. names: the other's, first that of the function."""
+    """Raise a function's error in another's words. names: its names, its own first, and the other's."""
     said = str(error)
     if not said.startswith(f"{next(iter(names))}: "):
         raise error

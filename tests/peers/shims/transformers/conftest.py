@@ -1,7 +1,7 @@
 """transformers itself, which must be installed, with this package in its processors of logits.
 
-Temperatures, and what this package has no function for, stay transformers' own. Names that the installed version has
-not got become classes that no chosen test makes.
+Temperatures, and what this package has no function for, stay transformers' own. Names that the installed version
+does not have become classes that no chosen test uses.
 """
 
 import ast
@@ -39,7 +39,7 @@ def _top_k(self, input_ids, scores):
 
 
 def _with_the_greatest(masked, self, scores):
-    """min_tokens_to_keep is a top-k that is kept beside."""
+    """Keeps the min_tokens_to_keep greatest too."""
     if self.min_tokens_to_keep > 1:
         masked = torch.maximum(masked, fused_softmax.top_k_mask_logits(scores, self.min_tokens_to_keep))
     return _filled(masked, self.filter_value)

@@ -1,4 +1,4 @@
-"""FlashInfer's samplers, whose probabilities become logits. deterministic= asks for what is always so here."""
+"""FlashInfer's samplers, with probabilities made into logits. deterministic= does nothing: results always are here."""
 
 import torch
 
@@ -8,7 +8,7 @@ _ORDERS = {"top_k_first": "sequential", "joint": "joint"}
 
 
 def _logits(probs):
-    """Their greatest is 0, so that those near a boundary of top-k or min-p keep their distances."""
+    """The greatest is 0, so that logits near a boundary of top-k or min-p keep their distances."""
     return (probs / probs.amax(-1, keepdim=True)).log()
 
 
@@ -84,7 +84,7 @@ def chain_speculative_sampling(
     draft_probs, draft_token_ids, target_probs, maybe_output_accepted_token_num=None,
     maybe_output_emitted_draft_token_num=None, deterministic=True, generator=None, seed=None, offset=None,
 ):  # fmt: skip
-    """The count of drafts that could be accepted one by one is not known here: both counts are of those that are."""
+    """How many drafts could be accepted one by one is not known here. Both counts are of drafts that are accepted."""
     drawn = fused_softmax.speculative_sample(
         target_probs.log(), draft_token_ids, draft_probs=draft_probs, seed=seed, position=offset, generator=generator
     )

@@ -1,7 +1,7 @@
 """vLLM's names on fused_softmax.
 
-From its checkout come its masks by a sort, which tests compare with, its bad words, and the classes of metadata. What
-these files and the tests import beside that is here, and does nothing.
+From its checkout come its masks by a sort, which tests compare with, its bad words, and the classes of metadata. All
+else that these files and the tests import is here, and does nothing.
 """
 
 import sys
@@ -13,7 +13,7 @@ import peers_plugin
 import torch
 import triton
 
-sys.path.append(str(Path(peers_plugin.__file__).parent / "shims" / "flashinfer"))  # which it samples by
+sys.path.append(str(Path(peers_plugin.__file__).parent / "shims" / "flashinfer"))  # with which vLLM samples
 
 
 def _module(name, **names):

@@ -20,7 +20,7 @@ class RejectionSampler(torch.nn.Module):
         self.sampler = sampler
 
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
-        """A bonus token is drawn elsewhere: here it is the only possible one of the row after its drafts."""
+        """The sampler draws the bonus token. The row after the drafts then allows no other."""
         bonus = self.sampler(logits=logits[metadata.bonus_logits_indices], sampling_metadata=sampling_metadata)
         logits = logits[metadata.target_logits_indices].float()
         device, vocab = logits.device, logits.shape[1]

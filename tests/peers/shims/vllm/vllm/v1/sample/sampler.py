@@ -19,7 +19,7 @@ class Sampler(torch.nn.Module):
     @staticmethod
     def apply_penalties(logits, metadata, output_token_ids):
         """repetition counts the prompt's tokens too, so there are two calls. Prompts are padded with an id past the
-        vocabulary, which counts nothing.
+        vocabulary, which does nothing.
         """
         ids = [torch.tensor(each, dtype=torch.int64, device=logits.device) for each in output_token_ids]
         ids = pad_sequence(ids, batch_first=True, padding_value=-1)
