@@ -284,7 +284,7 @@ def gradients(
         return (None,) * 6
     if torch.is_grad_enabled():
         return differentiable_gradients(given, how, do, dlse, asked)
-    do = torch.zeros_like(output) if do is None else do
+    do, lse = torch.zeros_like(output) if do is None else do, lse.contiguous()  # hooks may return other strides
     call = find(*_looked_up(given, how, do, dlse, output, lse, tuple(asked)))
     if call is not None:  # nothing watches it, and it takes do and dlse as they are
         return call(do, dlse, output, lse, *given)

@@ -41,7 +41,7 @@ def _split(given: tuple) -> tuple[Divergence, Tensor | None, list[bool], Tensor 
 
 
 def _pair(input: Tensor, target: Tensor, options: Divergence, weight: Tensor | None) -> Pair:
-    return ops.pair_of(input, target, options)._replace(weight=weight)
+    return ops.pair_of(input, target, options)._replace(weight=None if weight is None else weight.contiguous())
 
 
 def _runs(input: Tensor, target: Tensor, options: Divergence) -> bool:
@@ -104,6 +104,9 @@ def divergence_backward(input, target, value, m, ls, m_t, ls_t, total, ddivergen
         pair, alike = _pair(input, target, options, weight), options.with_numbers()
         if _runs(input, target, options):
             m_t, ls_t = (m_t, ls_t) if options.target_is == "logits" else (None, None)
+            # Hooks of saved tensors may return other strides.
+            states = m, ls, m_t, ls_t, total
+            m, ls, m_t, ls_t, total = (each if each is None else each.contiguous() for each in states)
             rows = PairRows(m, ls, m_t, ls_t, value, total)
             found: Any = ops.gradients(pair, rows, ddivergence, alike, asked[1], dlse=dls)
         else:

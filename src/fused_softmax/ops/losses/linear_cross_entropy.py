@@ -452,7 +452,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         linear = ctx.how.linear
         dy, dlse, dz = resolved(dy, dlse, dz)
         x, w, bias, target, totals, weight = saved_of(ctx, _NAME)
-        target = target.contiguous()  # hooks of saved tensors may return other strides
+        # Hooks of saved tensors may return other strides.
+        target, totals = target.contiguous(), totals if totals is None else totals.contiguous()
         loss = ctx.loss if weight is None else replace(ctx.loss, weight=weight.contiguous())
         asked = list(ctx.needs_input_grad[:3])
         nothing = (None,) * 3

@@ -44,6 +44,7 @@ def _split(given: tuple) -> tuple[ops.Layers, Divergence, int | None, str, tuple
     weight, label_smoothing, chunk_size, accumulate, *rest = more + _DEFAULTS[len(more) :]
     options = Divergence.of_traced(given[:_N_OPTIONS], label_smoothing=label_smoothing)
     _, _, _, temperature, of_target = pair_of(x, h, options)
+    weight = None if weight is None else weight.contiguous()  # hooks of saved tensors may return other strides
     layers = ops.Layers(x, w, bias, h, v, of_v, weight, temperature, of_target)
     return layers, options, chunk_size, accumulate, tuple(rest)
 

@@ -111,6 +111,8 @@ def log_prob_backward(input, target, m, ls, entropy, dlog_prob, dentropy, dlse, 
             kept = kept if input.numel() else EVERY
             return ops.differentiable_gradient(input, target, temperature, options, gradients, kept)
         rows = with_whole_rows(input)
+        # Hooks of saved tensors may return other strides.
+        m, ls, entropy = m.contiguous(), ls.contiguous(), entropy.contiguous()
         of_call = given_of(rows, target.contiguous(), temperature, options, kept)
         return backward(of_call, m, ls, entropy, gradients, options)
 

@@ -84,7 +84,8 @@ def cross_entropy_given_lse(input, target, lse, *given):
 def cross_entropy_backward(input, target, m, ls, dy, dz, dls, *of_loss):
     with torch._C.DisableTorchFunction():
         loss = Loss.of_operator(input, of_loss)
-        target = target.contiguous()
+        # Hooks of saved tensors may return other strides.
+        target, m, ls = target.contiguous(), m.contiguous(), ls.contiguous()
         if not _on_kernels(input):
             return _gradient(input, target, m + ls, dy, dz, dls, loss)
         totals = totals_of(target, loss, input.shape[1], arithmetic_of(input)) if loss.mean else None

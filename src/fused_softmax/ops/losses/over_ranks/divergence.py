@@ -97,9 +97,10 @@ def _backward(ctx, dvalue, dlse):
     nothing = (None,) * 6
     if dvalue is None and dlse is None:
         return nothing
-    saved = saved_of(ctx, ctx.of_call.name)
-    states = [each if each is None else each.contiguous() for each in saved[OF_PAIR:]]  # hooks may have moved them
-    pair, rows = Pair(*saved[:OF_PAIR]), PairRows(*states)  # type: ignore[arg-type]
+    x, y, *others = saved_of(ctx, ctx.of_call.name)
+    # Hooks of saved tensors may return other strides.
+    saved: list[Any] = [each if each is None else each.contiguous() for each in others]
+    pair, rows = Pair(x, y, *saved[: OF_PAIR - 2]), PairRows(*saved[OF_PAIR - 2 :])
     wanted = ctx.needs_input_grad[:2]
     return *gradients_of(pair, rows, resolved(dvalue, dlse), ctx.of_call, wanted), *nothing[2:]
 

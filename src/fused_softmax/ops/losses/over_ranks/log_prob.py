@@ -106,8 +106,9 @@ class LogProbOverRanks(torch.autograd.Function):
             return (None,) * 5
         x, target, temperature, m, ls, entropy, *of_kept = saved_of(ctx, "log_prob")
         of_call, gradients = ctx.of_call, Gradients(*resolved(dlog_prob, dentropy, dlse))
-        dx = x.detach() if of_call.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        gradient_of(x, target, temperature, (m, ls, entropy), gradients, of_call, dx, Kept(*of_kept))
+        rows = with_whole_rows(x)  # hooks of saved tensors may return other strides
+        dx = rows.detach() if of_call.inplace else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        gradient_of(rows, target, temperature, (m, ls, entropy), gradients, of_call, dx, Kept(*of_kept))
         if of_call.inplace:  # whoever else keeps the logits is told by autograd
             bump_version(x)
         return dx, None, None, None, None
@@ -295,7 +296,7 @@ def gradient_of(
     if not held or not len(x):
         return
     x, of_own, target = with_whole_rows(x[:, :held]), dx[:, :held], target.contiguous()
-    m, ls, entropy = (each if each is None else each.contiguous() for each in states)
+    m, ls, entropy, temperature = (each if each is None else each.contiguous() for each in (*states, temperature))
     if _by_kernels(x, target, options):
         given = given_of(x, target, temperature, options, columns, (shards.first, shards.n_classes))
         backward(given, m, ls, entropy, gradients, options, of_own)  # type: ignore[arg-type]

@@ -20,7 +20,15 @@ from fused_softmax.core.no_gradient import saved_of
 from fused_softmax.core.route import needs_grad
 from fused_softmax.core.runner import spec_of
 from fused_softmax.ops.losses.kernels.spec import LossSpec
-from fused_softmax.ops.losses.launches import WHOLE, Given, LossRows, counted_by_each, picked_of, ticket_of
+from fused_softmax.ops.losses.launches import (
+    WHOLE,
+    Given,
+    LossRows,
+    counted_by_each,
+    picked_of,
+    ticket_of,
+    with_whole_rows,
+)
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.over_ranks.states import States, coefficients_of, counts_of, gradient_of, shard_of
@@ -216,6 +224,7 @@ def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if x is None:
         raise RuntimeError("cross_entropy: inplace_backward has one backward, of the loss alone")
     m, ls = of_rows
+    x = with_whole_rows(x)  # hooks of saved tensors may return other strides
     shard, states = shard_of(x, target, ctx.loss, ctx.ranks.shards), States(m, ls, torch.zeros_like(m))
     given = coefficients_of(shard, states, counts_of(shard, states), dy.to(m.dtype), None, None)
     return (gradient_of(shard, states, given, torch.empty(x.shape, dtype=x.dtype, device=x.device)),)

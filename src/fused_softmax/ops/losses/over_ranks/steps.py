@@ -19,7 +19,7 @@ from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import needs_grad, resolved
-from fused_softmax.ops.losses.launches import LossRows
+from fused_softmax.ops.losses.launches import LossRows, with_whole_rows
 from fused_softmax.ops.losses.options import Loss, LossNumbers
 from fused_softmax.ops.losses.output import STATISTICS, Wanted
 from fused_softmax.ops.losses.over_ranks.launches import (
@@ -129,7 +129,10 @@ class _Losses(torch.autograd.Function):
     @once("cross_entropy")
     def backward(ctx, dy, dlse=None, dz=None, *of_stats):
         refuse("cross_entropy", STATISTICS, of_stats, LOSS)
-        x, target, *kept = saved_of(ctx, "cross_entropy")
+        x, *others = saved_of(ctx, "cross_entropy")
+        # Hooks of saved tensors may return other strides.
+        x = x if x is None else with_whole_rows(x)
+        target, *kept = (each if each is None else each.contiguous() for each in others)
         dy, dlse, dz = resolved(dy, dlse, dz)
         # Results that are added have one gradient, and a guard takes no tensor twice.
         dz, dlse = (None if each is None else each.detach() for each in (dz, dlse))
