@@ -1,11 +1,14 @@
 """Losses by probabilities with lse and z-loss beside them, and the gradients that come back to all three."""
 
+import contextlib
+import math
 import os
 
 import pytest
 import torch
 from conftest import peaked
 from products import pairwise
+from torch.utils.flop_counter import FlopCounterMode
 
 from fused_softmax import cross_entropy, explain, linear_cross_entropy
 from fused_softmax.ops.losses import reference
@@ -114,6 +117,18 @@ def test_a_second_derivative_is_that_of_torchs_operations(linear, device):
         found.append([*first, *torch.autograd.grad(sum(each.square().sum() for each in first), given)])
     for ours, truth in zip(*found, strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["eager", "an operator"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_of_lse_alone_sees_no_infinite_loss(create_graph, watched, device):
+    x, q = torch.tensor([[-math.inf, 1.0, 2.0], [0.5, 1.0, 2.0]]), torch.full((2, 3), 1 / 3)
+    leaves = [each.to(device).requires_grad_() for each in (x, q)]
+    with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+        found = cross_entropy(*leaves, reduction="none", return_lse=True)
+        dx, dq = torch.autograd.grad(found.lse.sum(), leaves, create_graph=create_graph, materialize_grads=True)
+    torch.testing.assert_close(dx, leaves[0].softmax(1))
+    assert not dq.any()
 
 
 def of_double(x, w, b, q):

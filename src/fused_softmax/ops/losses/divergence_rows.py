@@ -321,16 +321,17 @@ def differentiable_gradient(
 
     Rows that get no gradient are left out if their divergence is not finite, because 0 times it would be NaN.
     """
-    counts, of_lse = None, dlse is not None
+    counts, of_lse, lse_counts = None, dlse is not None, None
     if not batched(dvalue, dlse):
         if value is None:
             with torch.no_grad():
                 value = referred(pair.x, pair.y, with_rows(options, pair), weight=pair.weight)
-        counts = (dvalue != 0) | value.isfinite() | (False if dlse is None else dlse != 0)
+        counts = (dvalue != 0) | value.isfinite()
+        lse_counts = None if dlse is None else (dlse != 0) | value.isfinite()
     with torch.enable_grad():
         x, y = apart(*(each if each.requires_grad else each.detach().requires_grad_() for each in pair[:2]))
         rows = [referred(x, y, with_rows(options, pair), counts, pair.weight)]
-        rows += [lse_of(x, options, counts)] if of_lse else []
+        rows += [lse_of(x, options, lse_counts)] if of_lse else []
     asked = [each for each, wants in zip((x, y), wanted, strict=True) if wants]
     incoming = [g.to(y.dtype) for y, g in zip(rows, (dvalue, dlse), strict=False) if g is not None]
     again = torch.is_grad_enabled()

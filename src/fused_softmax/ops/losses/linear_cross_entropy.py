@@ -9,6 +9,7 @@ linear_weight's gradient. If chunks would be many and short, blocks of classes t
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -347,12 +348,13 @@ def _of_probabilities(
 
     lse and z-losses are None if nothing needs them.
     """
-    rows, options = input.reshape(input.shape[:-1].numel(), input.shape[-1]), Divergence.of_loss(loss)
+    rows, options = input.reshape(prod(input.shape[:-1]), input.shape[-1]), Divergence.of_loss(loss)
     of_classes = weight_for_kernels(loss.weight, input)
     if shards is not None:  # of which the weight has no padding any more
         of_classes = None if of_classes is None else of_classes[: len(w)]
         target, of_classes = resolved(target[..., : len(w)], of_classes)
-    t, beside = target.reshape(len(rows), len(w)), wanted.beside or bool(loss.lse_square_scale)
+    # Not len, by which an export has one number of rows.
+    t, beside = target.reshape(rows.shape[0], w.shape[0]), wanted.beside or bool(loss.lse_square_scale)
     if traced:
         y, lse = torch.ops.fused_softmax.linear_divergence.default(
             rows, w, bias, t, None, None, *options.traced(), of_classes, loss.label_smoothing, chunk_size, accumulate,

@@ -72,7 +72,7 @@ def linear_divergence(*given):
 
 def fake_linear_divergence(*given):
     input, *_, returns_lse = given[0], _split(given)[-1]
-    sizes = len(input), len(input) if any(returns_lse) else 0
+    sizes = input.shape[0], input.shape[0] if any(returns_lse) else 0
     return tuple(input.new_empty(size, dtype=torch.float32) for size in sizes)
 
 

@@ -220,7 +220,7 @@ def _of_shards(input, linear_weight, target, linear_bias, given, asked, kept, ho
 def _rows_of(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """(the input [n, in_features], its targets [n, k])"""
     rows = input.reshape(prod(input.shape[:-1]), input.shape[-1])
-    return rows, target.reshape(len(rows), target.shape[-1] if target.ndim == input.ndim else 1)
+    return rows, target.reshape(rows.shape[0], target.shape[-1] if target.ndim == input.ndim else 1)
 
 
 def _keeps_where_traced(input: Tensor, w: Tensor, bias: Tensor | None, how: dict[str, Any]) -> bool:
