@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import INTERPRETED, kernels
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import fused_softmax
 from fused_softmax.core import calls
@@ -57,7 +58,7 @@ class Kind:
         """(tensors of the call, what makes the call and returns its results and gradients)."""
         given = {name: make(n, seed) for name, make in self.tensors.items()}
         options = {name: value(n, seed) if callable(value) else value for name, value in self.options.items()}
-        options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        options = tree_map_only(torch.Tensor, lambda each: each.to(device), options)
         given = {name: tensor.to(device) for name, tensor in given.items()}
         first = next(iter(given))
         given[first] = given[first] if self.lay is None else self.lay(given[first])
@@ -435,7 +436,7 @@ def functions_called():
 def decides(called, name):
     """What of the planner, of the layout and of the preparation of a launch was called."""
     copies = "a copy" in name or "dim 0" in name or "dim 1" in name
-    allowed = {"core/layout.py:overlaps", *(["core/layout.py:last"] if copies else [])}
+    allowed = {"core/layout.py:overlaps", "core/layout.py:as_bytes", *(["core/layout.py:last"] if copies else [])}
     prepares = {
         f"core/{each}" for each in ("runner.py:prepare", "runner.py:spec_of", "launch.py:prepare", "launch.py:again")
     }
