@@ -119,26 +119,19 @@ def test_plans_of_decoding_and_of_streams(device, q):
     assert explained[0].kernels == ["_decode"]
 
 
-def test_what_has_no_kernels_says_so(x):
-    with explain() as explained:
-        fused_softmax.top_p_renorm_probs(x.softmax(-1), 0.5)
-    (record,) = explained
-    reason = "there are no kernels for it"
-    assert (record.function, record.route, record.reason, record.kernels) == (
-        "top_p_renorm_probs", "composed", reason, [],
-    )  # fmt: skip
-
-
 def test_drafts_and_masks_have_kernels(x):
     drafts = torch.ones(2, 2, dtype=torch.int64, device=x.device)
     with explain() as explained:
         fused_softmax.top_k_mask_logits(x, 1)
         fused_softmax.top_p_mask_logits(x.clone().requires_grad_(), 0.5)
+        fused_softmax.top_p_renorm_probs(x.softmax(-1), 0.5)
         fused_softmax.speculative_sample(x.view(2, 3, 40), drafts, x.view(2, 3, 40)[:, :2], 0.5)
         fused_softmax.speculative_sample(x.view(2, 3, 40), drafts)
-    masked, by_torch, verified, traced = explained
+    masked, by_torch, renormalised, verified, traced = explained
     assert (masked.route, masked.kernels) == ("kernel", ["_stretches", "_judge", "_write_kept"])
     assert (by_torch.route, by_torch.reason) == ("composed", "a gradient is wanted, which torch's operations have")
+    of_low_boundary = ["_weigh", "_bound", "_sum_kept"]
+    assert renormalised.kernels == ["_stretches", "_judge", *of_low_boundary, "_write_kept"]
     assert (verified.function, verified.route) == ("speculative_sample", "kernel")
     assert verified.kernels == [*["_stretches", "_judge"] * 2, "_follow", "_draw_left"]
     assert (traced.route, traced.kernels) == ("kernel", ["_place", "_draw", "_trace"])

@@ -67,12 +67,13 @@ VERIFIED = {
     "tree": ({"verify": "tree"}, {"_judge": 128, "_climb": 255, "_draw_left": 128}),
     "told chain": ({"told": True}, {"_place": 64, "_trace": 64}),
     "told tree": ({"told": True, "verify": "tree"}, {"_place": 64, "_trace": 96}),
-    "mask": ({"mask": True}, {"_stretches": 64, "_judge": 192, "_write_kept": 80}),
+    "mask": ({"alone": "mask"}, {"_stretches": 64, "_judge": 192, "_write_kept": 80}),
+    "renormalised": ({"alone": "probs"}, {"_stretches": 64, "_judge": 192, "_sum_kept": 96, "_write_kept": 80}),
 }
 
 
-def compiled_of_drafts(target, dtype, top_p=None, verify="chain", told=False, mask=False):
-    """Each kernel that a call launches, by name: of drafts, or of a mask."""
+def compiled_of_drafts(target, dtype, top_p=None, verify="chain", told=False, alone=None):
+    """Each kernel that a call launches, by name: of drafts, or of one filter alone."""
     found = {}
 
     def prepare(kernel, grid, tensors, scalars, constexprs, *, device, numbers=(), **rest):
@@ -91,8 +92,8 @@ def compiled_of_drafts(target, dtype, top_p=None, verify="chain", told=False, ma
         mock.patch.object(judged, "device_of", return_value=GPUS[target]),
         mock.patch.multiple(verified, device_of=lambda _: GPUS[target], has_ptx=lambda _: target != "gfx942"),
     ):
-        if mask:
-            judged.prepare_masks(drafted[:, 0], "top_p", 0.9)
+        if alone is not None:
+            judged.prepare_filter(drafted[:, 0], "top_p", 0.9, alone == "probs")
         else:
             numbers = sample_calls.Numbers(0.8, None, top_p, None, seed, seed)
             verified.prepare_speculation(given, numbers, verify=verify)

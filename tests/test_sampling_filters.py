@@ -10,7 +10,7 @@ from transformers.generation import logits_process
 
 import fused_softmax
 from fused_softmax import penalize
-from fused_softmax.ops.sampling import turns
+from fused_softmax.ops.sampling import reference, turns
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FILTERS = [("top_k", 1), ("top_k", 7), ("top_k", 0), ("top_p", 0.3), ("top_p", 0.9), ("top_p", 1.0), ("min_p", 0.1)]
@@ -51,7 +51,30 @@ def test_probabilities_are_renormalised(argument, value, dtype, device):
             kept = torch.zeros(70, dtype=torch.bool)
             kept[sorted(wanted)] = True
             left = row.masked_fill(~kept, 0.0)
-            assert torch.equal(got, (left / left.sum()).to(dtype))
+            assert_close(got, (left / left.sum()).to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("filter", [{"top_p": 0.5}, {"top_p": 1.0}, {"top_k": 3}, {"top_k": 100}], ids=str)
+@pytest.mark.parametrize("n_cols", [5, 100, 5000, 20000])
+@pytest.mark.parametrize("scale", [3e38, 1e38, 1.0, 1e-30, 1e-38, 1e-44])
+def test_probabilities_of_any_magnitude_are_renormalised(scale, n_cols, filter, device):
+    p = torch.rand(2, n_cols) * scale
+    (name, value), wanted = *filter.items(), reference.renorm_probs(p, **filter)
+    found = getattr(fused_softmax, f"{name}_renorm_probs")(p.to(device), value).cpu()
+    assert_close(found, wanted, rtol=torch.finfo(torch.float32).eps, atol=1e-44)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("filter", [{"top_p": 0.3}, {"top_k": 500}, {"top_k": 64}], ids=str)
+def test_of_equal_probabilities_the_lowest_columns_are_kept(filter, dtype, device):
+    """Far below 1, where a logarithm in float32 has no room for such ties and for what is close to them."""
+    p = torch.full((3, 9000), 1 / 9000)
+    p[1, ::2] = 0.0
+    p[2] += torch.arange(9000) % 7 * 2.0**-36
+    p = p.to(dtype)
+    ((name, value),) = filter.items()
+    found = getattr(fused_softmax, f"{name}_renorm_probs")(p.to(device), value).cpu()
+    assert_close(found, reference.renorm_probs(p, **filter), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("name", ["top_k_mask_logits", "top_p_mask_logits", "min_p_mask_logits", "top_k_renorm_probs"])

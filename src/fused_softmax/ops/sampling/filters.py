@@ -3,7 +3,7 @@
 The result for a row is the same in every batch, and nothing waits for the device. Autograd differentiates all of them,
 by what they keep: which columns these are has no gradient.
 
-Penalties and masks have kernels. What renormalises, and all of which a gradient is wanted, is torch's operations.
+All of them have kernels. That of which a gradient is wanted is made of torch's operations.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from fused_softmax.core.launched import Launched
 from fused_softmax.core.route import Route, is_unwatched, needs_grad, route_of, runs_here
 from fused_softmax.ops.sampling import reference
 from fused_softmax.ops.sampling.dtensor import rows_on_shards
-from fused_softmax.ops.sampling.judged import prepare_masks
+from fused_softmax.ops.sampling.judged import prepare_filter
 from fused_softmax.ops.sampling.launches import MOST_COLUMNS, is_few
 from fused_softmax.ops.sampling.one_device import plain_call
 from fused_softmax.ops.sampling.options import (
@@ -89,8 +89,8 @@ def top_k_renorm_probs(probs: Tensor, top_k: int | Tensor) -> Tensor:
     probs: [n_rows, vocab], float32, float16 or bfloat16, at any strides; a row need not sum up to 1.
     top_k: an int, or int64 or int32 [] or [n_rows]; at most 0, or at least vocab: all are kept.
 
-    Returns a new tensor of the probabilities' shape and dtype, one rounding from the truth. A row is NaN if it has a
-    NaN, an inf, a negative or nothing above 0.
+    Returns a new tensor of the probabilities' shape and dtype, at most one unit in the last place from the truth. A row
+    is NaN if it has a NaN, an inf, a negative or nothing above 0.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
     >>> top_k_renorm_probs(torch.tensor([[0.25, 0.25, 0.5]]), 2)
@@ -105,9 +105,9 @@ def top_p_renorm_probs(probs: Tensor, top_p: float | Tensor) -> Tensor:
     probs: [n_rows, vocab], float32, float16 or bfloat16, at any strides; a row need not sum up to 1.
     top_p: a number above 0, or a float tensor [] or [n_rows], which counts as float32; at least 1: all are kept.
 
-    Returns a new tensor of the probabilities' shape and dtype, one rounding from the truth; of equals at the boundary
-    the lowest columns are kept. A row is NaN if it has a NaN, an inf, a negative, nothing above 0, or a top_p of 0 or
-    less.
+    Returns a new tensor of the probabilities' shape and dtype, at most one unit in the last place from the truth; of
+    equals at the boundary the lowest columns are kept. A row is NaN if it has a NaN, an inf, a negative, nothing above
+    0, or a top_p of 0 or less.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
     >>> top_p_renorm_probs(torch.tensor([[0.125, 0.25, 0.625]]), 0.75)
@@ -138,11 +138,9 @@ def _kept(name: str, argument: str, rows: Tensor, keep_of: Callable[..., Tensor]
     refused = "" if rows.shape[1] <= MOST_COLUMNS else f"the kernels take at most {MOST_COLUMNS} columns"
     if needs_grad(rows, *tensors):
         refused = _GRADIENT
-    if keep_of is reference.renorm_probs:
-        refused = "there are no kernels for it"
     if route_of(name, rows, *tensors, refused=refused, batches=False) is Route.KERNEL:
         with torch.no_grad():
-            call = prepare_masks(rows, filter, checked[filter])
+            call = prepare_filter(rows, filter, checked[filter], keep_of is reference.renorm_probs)
             if look is not None:
                 call = keep(Launched(call), name, look[0], rows, *look[1:])
             return call(rows, checked[filter])

@@ -1,4 +1,4 @@
-"""Launches that judge rows: what filters keep of each, and its mass. And masks of rows, which write what is kept."""
+"""Launches that judge rows: what filters keep of each, and its mass. And those that write what is kept of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
 from fused_softmax.ops.sampling.reference import Number
 
-_MOST_BYTES = 2**24  # of scratch, for rows that are masked at a time
+_MOST_BYTES = 2**24  # of scratch, for rows that are filtered at a time
 _ALIGNED = 16  # rows: after so many, a row of any dtype and length is aligned as the first one is
 
 
@@ -55,15 +55,19 @@ class Rows:
 class Judging:
     """Judges rows [n_rows, n_cols] of logits, or of probabilities, like those that it was prepared for.
 
-    masks: whether what is kept is asked for, and not its mass; also for rows that have no distribution.
+    of_probs: by the logarithms of probabilities. linear: by probabilities as they are. masks: whether what is kept is
+    asked for, and not its mass; also for rows that have no distribution.
     """
 
-    def __init__(self, logits: Tensor, options: Sampling, of_probs: bool = False, masks: bool = False):
+    def __init__(
+        self, logits: Tensor, options: Sampling, of_probs: bool = False, linear: bool = False, masks: bool = False
+    ):
         self.n_rows, n_cols = logits.shape
         index, device = logits.get_device(), logits.device
         self.n_draws = self.n_rows if options.row_indices is None else options.row_indices.shape[0]
         self.plan = plan_draws(self.n_draws, n_cols, logits.element_size(), device_of(index))
-        self.spec = replace(_spec_of(self.plan, options, index, logits.dtype, of_probs), masks=masks)
+        spec = _spec_of(self.plan, options, index, logits.dtype, of_probs)
+        self.spec = replace(spec, linear=linear, masks=masks)
         self._empty = allocator(device)
         read = readable(logits, options.logit_bias, options.bitmask, options.row_indices)
         written, numbers = self._written(), _numbers(options)
@@ -143,24 +147,27 @@ def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int
     return launches
 
 
-def prepare_masks(logits: Tensor, filter: str, number: Number) -> Callable[[Tensor, Number], Tensor]:
-    """What gives `reference.mask_logits` of rows like these by one filter: call(logits, the number of the filter)."""
-    (n_rows, n_cols), dtype, empty = logits.shape, logits.dtype, allocator(logits.device)
+def prepare_filter(rows: Tensor, filter: str, number: Number, of_probs: bool) -> Callable[[Tensor, Number], Tensor]:
+    """What gives `reference.mask_logits` of rows like these by one filter: call(rows, the number of the filter).
+
+    of_probs: `reference.renorm_probs` instead.
+    """
+    (n_rows, n_cols), dtype, empty = rows.shape, rows.dtype, allocator(rows.device)
     shape, strides = (n_rows, n_cols), (n_cols, 1)
-    turns = _turns(logits, _masking(filter, number))
+    turns = _turns(rows, _filtering(filter, number))
     y = empty(shape, strides, dtype)
-    masks = {
-        here.stop - here.start: _prepare_turn(logits[here], filter, _of_turn(number, here), y[here])
+    writes = {
+        here.stop - here.start: _prepare_turn(rows[here], filter, _of_turn(number, here), y[here], of_probs)
         for here in (*turns[:1], *turns[-1:])
     }
     if len(turns) == 1:
-        mask = masks[n_rows]
-        return lambda logits, number: mask(logits, number, empty(shape, strides, dtype))
+        write = writes[n_rows]
+        return lambda rows, number: write(rows, number, empty(shape, strides, dtype))
 
-    def call(logits: Tensor, number: Number) -> Tensor:
+    def call(rows: Tensor, number: Number) -> Tensor:
         y = empty(shape, strides, dtype)
         for here in turns:
-            masks[here.stop - here.start](logits[here], _of_turn(number, here), y[here])
+            writes[here.stop - here.start](rows[here], _of_turn(number, here), y[here])
         return y
 
     return call
@@ -182,7 +189,7 @@ def bytes_of_a_row(n_rows: int, logits: Tensor, options: Sampling) -> int:
     return 8 * _spec_of(plan, options, index, dtype, False).scratch
 
 
-def _masking(filter: str, number: Number) -> Sampling:
+def _filtering(filter: str, number: Number) -> Sampling:
     given: Any = {filter: number}
     return Sampling(**given)
 
@@ -191,22 +198,24 @@ def _of_turn(number: Number, here: slice) -> Number:
     return number[here] if isinstance(number, Tensor) and number.ndim else number
 
 
-def _prepare_turn(logits: Tensor, filter: str, number: Number, y: Tensor) -> Callable[[Tensor, Number, Tensor], Tensor]:
+def _prepare_turn(
+    rows: Tensor, filter: str, number: Number, y: Tensor, of_probs: bool
+) -> Callable[[Tensor, Number, Tensor], Tensor]:
     from fused_softmax.ops.sampling.kernels.judged import _write_kept
 
-    judge = Judging(logits, given := _masking(filter, number), masks=True)
-    plan, rows = judge.plan, judge.like(logits, given)
-    tensors = rows.scratch, rows.valid, rows.tensors["logits"], y
-    scalars = judge.strides, logits.shape[0], plan.n_cols, plan.wide_parts, plan.wide_stretches
-    index, follows = logits.get_device(), overlaps(logits.get_device())
+    judge = Judging(rows, given := _filtering(filter, number), linear=of_probs, masks=not of_probs)
+    plan, judged = judge.plan, judge.like(rows, given)
+    tensors = judged.scratch, judged.valid, judged.tensors["logits"], y
+    scalars = judge.strides, rows.shape[0], plan.n_cols, plan.wide_parts, plan.wide_stretches
+    index, follows = rows.get_device(), overlaps(rows.get_device())
     write = launch.prepare(
         _write_kept, plan.n_draws * plan.wide_parts, tensors, scalars, {"K": replace(judge.spec, follows=follows)},
         device=index, num_warps=plan.num_warps, plan=plan, **overlapping(follows),
     ).__call__  # fmt: skip
 
-    def call(logits: Tensor, number: Number, y: Tensor) -> Tensor:
-        rows = judge(logits, _masking(filter, number))
-        write(rows.scratch, rows.valid, rows.tensors["logits"], y)
+    def call(rows: Tensor, number: Number, y: Tensor) -> Tensor:
+        judged = judge(rows, _filtering(filter, number))
+        write(judged.scratch, judged.valid, judged.tensors["logits"], y)
         return y
 
     return call

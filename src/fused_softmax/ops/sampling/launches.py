@@ -30,7 +30,8 @@ from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput, unpacked
 
-MOST_COLUMNS = 2**24  # a column's number and its logit share 56 bits
+MOST_COLUMNS = 2**23 - 1  # their weights, of 2 ** 40 each, add up in int64
+_COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # ops/sampling/kernels/common.py
 _GRAIN_BITS = {torch.bfloat16: 16, torch.float16: 13}  # low bits of their numbers in fp32 that are always 0
@@ -409,8 +410,8 @@ def greatest(x: Tensor, n: int, kept: Tensor | None = None) -> tuple[Tensor, Ten
     bits = x.contiguous().view(torch.int32)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     cols = torch.arange(x.shape[1], device=x.device)
-    code = (order.long() << 24) | (MOST_COLUMNS - 1 - cols)
-    cols = MOST_COLUMNS - 1 - (code.topk(n, dim=1).values & (MOST_COLUMNS - 1))
+    code = (order.long() << 24) | (_COLUMNS - 1 - cols)
+    cols = _COLUMNS - 1 - (code.topk(n, dim=1).values & (_COLUMNS - 1))
     return x.gather(1, cols), cols
 
 

@@ -22,6 +22,7 @@ COLUMN_BITS, LAST_COLUMN = tl.constexpr(24), tl.constexpr(16777215)
 LOWEST = tl.constexpr(-2139095041)  # the order of -inf
 # As REACHED of ops/sampling/reference.py, and twice as far: fp32 numbers and weights have their own roundings.
 REACHED = tl.constexpr(1 - 2.0**-21)
+REACHED_BY_PROBS = tl.constexpr(1 - 2.0**-22)  # the sums of probabilities are as exact as those of the reference
 GROUPS, MEMBERS = tl.constexpr(0), tl.constexpr(1)  # streams of noise
 STREAMS = tl.constexpr(8)  # of a turn
 # The strides of a kernel's tensors along their first dims; of a number in a tensor's place, what each draw adds to it.
@@ -116,7 +117,7 @@ def filters_of(
     least_p = number_at(min_p_ptr, strides[MIN_P], min_p, draw)
     k = integer_at(top_k_ptr, strides[TOP_K], top_k, 0, draw)
     k = tl.where(D.temperature > 0, tl.where((k > 0) & (k < D.n_cols), k, 0), 1)
-    p = tl.where(p < 1, p * REACHED, p)
+    p = tl.where(p < 1, p * (REACHED_BY_PROBS if K.linear else REACHED), p)
     least = tl.zeros([], tl.int32) + LOWEST
     if least_p > 0:
         least = order_of_share(tl.maximum(least_p, 1e-37) * REACHED, m, D, K)
@@ -160,6 +161,8 @@ def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False, PAS
             x = widen(tl.load(D.ptr + cols, eviction_policy="evict_first"), tl.float32, K.ptx)
         else:
             x = widen(tl.load(D.ptr + cols), tl.float32, K.ptx)
+        if K.linear:
+            x = weight_of_prob(x)
         if K.of_probs:
             x = log_of_prob(x)
         if K.biased:
@@ -175,6 +178,8 @@ def logits_of(D, first, there, K: tl.constexpr, WHOLE: tl.constexpr = False, PAS
         else:
             on = there[:, None] & (cols < D.n_cols)
         x = widen(tl.load(D.ptr + cols, mask=on, other=NEG_INF), tl.float32, K.ptx)
+        if K.linear:
+            x = tl.where(on, weight_of_prob(x), NEG_INF)
         if K.of_probs:
             x = tl.where(on, log_of_prob(x), NEG_INF)
         if K.biased:
@@ -192,15 +197,65 @@ def log_of_prob(p):
 
 
 @triton.jit
-def score_at(x, D, origin):
-    """z of logits, from an origin."""
-    return (x - origin) * D.factor
+def weight_of_prob(p):
+    """The probability; NaN if it is inf, negative or NaN."""
+    return tl.where((p >= 0) & (p < INF), p, float("nan"))
 
 
 @triton.jit
-def weight_at(x, m, D):
-    """2 ** z of logits, from their maximum m: 1 at m, 0 at -inf. A NaN or an inf gives NaN."""
-    return tl.exp2((x - tl.where(m == NEG_INF, 0.0, m)) * D.factor)
+def score_at(x, D, origin, K: tl.constexpr):
+    """z of logits, from an origin; of probabilities (K.linear) log2 of their weight."""
+    if K.linear:
+        return tl.log2(tl.maximum(weight_at(x, origin, D, K), 0.0))
+    else:
+        return (x - origin) * D.factor
+
+
+@triton.jit
+def of_score(z, D, origin, K: tl.constexpr):
+    """The logit, or the probability, that has this score."""
+    if K.linear:
+        return tl.exp2(z) / power_for(origin)
+    else:
+        return origin + z / D.factor
+
+
+@triton.jit
+def weight_at(x, m, D, K: tl.constexpr):
+    """2 ** z of logits, from their maximum m: 1 at m, 0 at -inf. A NaN or an inf gives NaN.
+
+    Of probabilities (K.linear): these times a power of two, by which m is from 0.5 to 1.
+    """
+    if K.linear:
+        return tl.where(x < 0, 0.0, x * power_for(m))  # -inf is past the row
+    else:
+        return tl.exp2((x - tl.where(m == NEG_INF, 0.0, m)) * D.factor)
+
+
+@triton.jit
+def weight_of_maximum(m_part, m, D, K: tl.constexpr):
+    """What turns weights from the maximum of a part of a row into weights from that of the row."""
+    if K.linear:
+        return tl.where(m_part > 0, power_for(m) / power_for(m_part), 0.0)
+    else:
+        return weight_at(m_part, m, D, K)
+
+
+@triton.jit
+def power_for(m):
+    """The power of two by which m > 0 is from 0.5 to 1; at most 2 ** 126, so a subnormal m stays less."""
+    exponent = (m.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    power = ((253 - tl.minimum(exponent, 252)) << 23).to(tl.float32, bitcast=True)
+    return tl.where(exponent > 252, power * 0.25, power)
+
+
+@triton.jit
+def units_of_8(weight, K: tl.constexpr):
+    """The sums of rows of 8 weights, in units. Of probabilities each weight is rounded to the nearest unit."""
+    if K.linear:
+        return tl.sum((weight * UNIT + 0.5).to(tl.int64), axis=1)
+    else:
+        return (sum_of_8(weight) * UNIT).to(tl.int64)
 
 
 @triton.jit
@@ -335,7 +390,7 @@ def member_of(D, group, origin, K: tl.constexpr, B=None):
     if B is not None:
         x = tl.where(kept_of(x, cols, B), x, NEG_INF)
     words = words_of(D, cols, MEMBERS)
-    z = score_at(x, D, origin)
+    z = score_at(x, D, origin, K)
     drawn = tl.where(x == NEG_INF, NEG_INF, z + noise_of(words[0], words[0] ^ words[1] ^ words[2] ^ words[3], K))
     drawn = tl.where(D.temperature > 0, drawn, x)
     best = tl.max(drawn, axis=0)
@@ -382,7 +437,7 @@ def take_kept(x, first, there, word, all_words, D, m, B, kept_ptr, K: tl.constex
     if kept_ptr is not None:
         byte = tl.sum(kept.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
         tl.store(kept_ptr + first // 8, byte.to(tl.uint8), mask=there & (first < D.n_cols))
-    s = sum_of_8(tl.where(kept, weight_at(x, m, D), 0.0))
+    s = sum_of_8(tl.where(kept, weight_at(x, m, D, K), 0.0))
     score = tl.where(s > 0, log2_of(s, K) + noise_of(word, all_words, K), NEG_INF)
     return key_of(score, first // 8), (s * UNIT).to(tl.int64)
 
@@ -392,4 +447,4 @@ def logprob_of(token, mass, D, m, K: tl.constexpr):
     """log p of a token. mass: of all that is kept, in units."""
     x = logits_of(D, (token // 8 * 8).to(tl.int32) + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), K)
     x = tl.max(tl.where(token // 8 * 8 + tl.arange(0, 8)[None, :] == token, x, NEG_INF))
-    return (score_at(x, D, m) - log2_of(mass.to(tl.float32) / UNIT, K)) * LN2
+    return (score_at(x, D, m, K) - log2_of(mass.to(tl.float32) / UNIT, K)) * LN2

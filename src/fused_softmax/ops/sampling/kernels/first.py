@@ -155,7 +155,7 @@ def candidates_of(scratch_ptr, draw, D, F, K: tl.constexpr):
     group = tl.zeros([ARRIVALS, ARRIVALS], tl.int32)
     for quarter in tl.static_range(4):
         first = column_of(call, quarter)
-        s = sum_of_8(weight_at(logits_of(D, first, there, K), F.m, D))
+        s = sum_of_8(weight_at(logits_of(D, first, there, K), F.m, D, K))
         score = log2_of(s, K)[:, None] + noise_of(words[quarter], all_words, K)
         group = tl.where(score > best, first[:, None] // 8, group)
         best = tl.maximum(score, best)
@@ -167,7 +167,7 @@ def candidates_of(scratch_ptr, draw, D, F, K: tl.constexpr):
     x = logits_of(D, group * 8, there, K)
     cols = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     words = words_of_turns(D, cols, turn[:, None], MEMBERS)
-    z = score_at(x, D, F.m) + noise_of(words[0], words[0] ^ words[1] ^ words[2] ^ words[3], K)
+    z = score_at(x, D, F.m, K) + noise_of(words[0], words[0] ^ words[1] ^ words[2] ^ words[3], K)
     z = tl.where(x == NEG_INF, NEG_INF, z)
     col = tl.min(tl.where(z == tl.max(z, axis=1)[:, None], cols, NO_COLUMN), axis=1)
     x = tl.max(tl.where(cols == col[:, None], x, NEG_INF), axis=1)
@@ -185,19 +185,19 @@ def earliest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
     scores_ptr = scratch_at(scratch_ptr, draw, K.scores_at, tl.float32, K)
     maxima = tl.load(maxima_ptr + at, mask=on, other=NEG_INF)
     bests = tl.load(bests_ptr + at, mask=on, other=NEG_INF)
-    stretch, there = greatest(in_row(bests, maxima, D, F), at)
+    stretch, there = greatest(in_row(bests, maxima, D, F, K), at)
     # These lanes are in the ARRIVALS stretches whose best scores are the greatest.
     call = stretch[:, None] * LANES + tl.arange(0, LANES)[None, :]
     maxima = tl.load(maxima_ptr + stretch, mask=there, other=NEG_INF)
     scores = tl.load(scores_ptr + call, mask=there[:, None], other=NEG_INF)
-    scores = in_row(scores, maxima[:, None], D, F)
+    scores = in_row(scores, maxima[:, None], D, F, K)
     return greatest(tl.reshape(scores, [ARRIVALS * LANES]), tl.reshape(call, [ARRIVALS * LANES]))
 
 
 @triton.jit
-def in_row(score, maximum, D, F):
+def in_row(score, maximum, D, F, K: tl.constexpr):
     """Scores relative to the row's maximum, from scores relative to that of their stretch."""
-    return tl.where(maximum > NEG_INF, score + score_at(maximum, D, F.m), NEG_INF)
+    return tl.where(maximum > NEG_INF, score + score_at(maximum, D, F.m, K), NEG_INF)
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def open_draw(record_ptr, code, D, F, K: tl.constexpr):
     cols = (col // 8 * 8)[:, None] + tl.arange(0, 8)[None, :]
     x_8 = logits_of(D, col // 8 * 8, is_record, K)
     equal = tl.sum(((x_8 == x[:, None]) & (cols < col[:, None])).to(tl.int32), axis=1).to(tl.int64)
-    mass = equal * (weight_at(x, F.m, D) * UNIT).to(tl.int64)
+    mass = equal * (weight_at(x, F.m, D, K) * UNIT).to(tl.int64)
     slot = tl.arange(0, RECORDS)
     tl.store(record_ptr + CODES + slot, tl.full([RECORDS], NO_CODE, tl.int64))
     tl.debug_barrier()
@@ -329,7 +329,7 @@ def add_above(record_ptr, tops_ptr, start, end, D, m, K: tl.constexpr):
         s_2, s_3 = tl.zeros([L], tl.float32), tl.zeros([L], tl.float32)
         for quarter in tl.static_range(4):
             first = column_of(call, quarter)
-            w = weight_at(x[quarter], m, D)
+            w = weight_at(x[quarter], m, D, K)
             s_0, n_0 = with_above(x[quarter], w, first, code_0, s_0, n_0, K)
             if code_1 != NO_CODE:
                 s_1, n_1 = with_above(x[quarter], w, first, code_1, s_1, n_1, K)

@@ -29,8 +29,8 @@ from fused_softmax.ops.sampling.kernels.common import (
     logits_of,
     order_of,
     scratch_at,
-    sum_of_8,
     survey,
+    units_of_8,
     value_of,
     weight_at,
 )
@@ -80,6 +80,9 @@ def _judge(
     tl.store(record_ptr + STATUS, 0)
     least, mass = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS, total
     known = tl.zeros([], tl.int32) == 0
+    if K.linear:
+        valid &= (m > 0) & (not odd)
+        odd &= False
     if K.masks & (odd | (m == NEG_INF)):
         least, valid = bounds_of_odd(D, F, valid, K)
         m = tl.full([], INF, tl.float32)
@@ -177,19 +180,19 @@ def judged_among(top, cut, scratch_ptr, draw, D, F, K: tl.constexpr):
     mass = tl.zeros([], tl.int64)
     if enough:
         B = bounds_of_code(least)
-        of_lanes = mass_within(H.x_0, column_of(H.call, 0), D, F.m, B)
-        of_lanes += mass_within(H.x_1, column_of(H.call, 1), D, F.m, B)
-        of_lanes += mass_within(H.x_2, column_of(H.call, 2), D, F.m, B)
-        of_lanes += mass_within(H.x_3, column_of(H.call, 3), D, F.m, B)
+        of_lanes = mass_within(H.x_0, column_of(H.call, 0), D, F.m, B, K)
+        of_lanes += mass_within(H.x_1, column_of(H.call, 1), D, F.m, B, K)
+        of_lanes += mass_within(H.x_2, column_of(H.call, 2), D, F.m, B, K)
+        of_lanes += mass_within(H.x_3, column_of(H.call, 3), D, F.m, B, K)
         mass = tl.sum(of_lanes, axis=0)
     return least, mass, enough, near, known
 
 
 @triton.jit
-def mass_within(x, first, D, m, B):
+def mass_within(x, first, D, m, B, K: tl.constexpr):
     """The mass, in units, of each group's logits within the bounds."""
     kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B)
-    return (sum_of_8(tl.where(kept, weight_at(x, m, D), 0.0)) * UNIT).to(tl.int64)
+    return units_of_8(tl.where(kept, weight_at(x, m, D, K), 0.0), K)
 
 
 @triton.jit(do_not_specialize=["n_cols", "n_parts", "n_rows", "part_stretches"])
@@ -219,7 +222,7 @@ def _sum_kept(
             there = there & (tl.load(tops_ptr + call, mask=there, other=NEG_INF) >= B.x)
             for quarter in tl.static_range(4):
                 first = column_of(call, quarter)
-                mass += mass_within(logits_of(D, first, there, K), first, D, m, B)
+                mass += mass_within(logits_of(D, first, there, K), first, D, m, B, K)
         tl.atomic_add(record_ptr + KEPT, tl.sum(mass, axis=0), sem="relaxed")
 
 
@@ -227,15 +230,24 @@ def _sum_kept(
 def _write_kept(
     scratch_ptr, valid_ptr, logits_ptr, y_ptr, strides, n_rows, n_cols, n_parts, part_stretches, K: tl.constexpr
 ):  # fmt: skip
-    """Write a part of a row: logits that are kept, and -inf elsewhere; NaN if the row is NaN."""
+    """Write a part of a row: logits that are kept, and -inf elsewhere; NaN if the row is NaN.
+
+    Of probabilities (K.linear): those that are kept over their sum, and 0 elsewhere.
+    """
     wait_for_launch_before(K.follows)
     program = tl.program_id(0)
     draw = (program // n_parts).to(tl.int64)
     D = draw_of(
         logits_ptr, None, None, None, None, None, None, strides, n_rows, n_cols, 1.0, 0, 0, 0, 0, draw, K
     )  # fmt: skip
-    B = bounds_of_code(tl.load(scratch_ptr + draw * K.scratch + LEAST))
+    record_ptr = scratch_ptr + draw * K.scratch
+    B = bounds_of_code(tl.load(record_ptr + LEAST))
     is_nan = tl.load(valid_ptr + draw) == 0
+    if K.linear:
+        m = value_of(tl.load(record_ptr + TOP).to(tl.int32))
+        share = tl.full([], UNIT, tl.float64) / tl.load(record_ptr + KEPT).to(tl.float64)
+        share_high = share.to(tl.float32)
+        share_low = (share - share_high.to(tl.float64)).to(tl.float32)  # so that a product is rounded once
     start = program % n_parts * part_stretches
     end = tl.minimum(start + part_stretches, tl.cdiv(n_cols, STRETCH))
     for stretch in range(start, end, K.stretches):
@@ -245,7 +257,11 @@ def _write_kept(
             first = column_of(call, quarter)
             cols = first[:, None] + tl.arange(0, 8)[None, :]
             x = logits_of(D, first, there, K)
-            y = tl.where(kept_of(x, cols, B), x, NEG_INF)
+            if K.linear:
+                w = tl.where(kept_of(x, cols, B), weight_at(x, m, D, K), 0.0)
+                y = tl.fma(w, share_high, w * share_low)
+            else:
+                y = tl.where(kept_of(x, cols, B), x, NEG_INF)
             y = tl.where(is_nan, float("nan"), y)
             tl.store(y_ptr + draw * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=there[:, None] & (cols < n_cols))
 

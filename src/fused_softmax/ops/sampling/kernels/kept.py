@@ -41,6 +41,7 @@ from fused_softmax.ops.sampling.kernels.common import (
     sum_of_8,
     sums_of,
     take_kept,
+    units_of_8,
     value_of,
     weight_at,
     whole_grains,
@@ -123,8 +124,8 @@ def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
     top = tl.max(tl.maximum(tl.maximum(x[0], x[1]), tl.maximum(x[2], x[3])), axis=1)
     m = tl.max(tl.reshape(top, [S, 32]), axis=1)
     of_lane = tl.reshape(tl.broadcast_to(m[:, None], [S, 32]), [S * 32])[:, None]
-    s_0, s_1 = sum_of_8(weight_at(x[0], of_lane, D)), sum_of_8(weight_at(x[1], of_lane, D))
-    s_2, s_3 = sum_of_8(weight_at(x[2], of_lane, D)), sum_of_8(weight_at(x[3], of_lane, D))
+    s_0, s_1 = sum_of_8(weight_at(x[0], of_lane, D, K)), sum_of_8(weight_at(x[1], of_lane, D, K))
+    s_2, s_3 = sum_of_8(weight_at(x[2], of_lane, D, K)), sum_of_8(weight_at(x[3], of_lane, D, K))
     score = top
     if K.first:
         words = words_of(D, call, GROUPS)
@@ -139,7 +140,12 @@ def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
         )  # fmt: skip
     s = (s_0 + s_1) + (s_2 + s_3)
     odd = tl.max(tl.reshape((s != s).to(tl.int32), [S, 32]), axis=1)
-    s = tl.sum(tl.reshape((tl.where(s == s, s, 0.0) * UNIT).to(tl.int64), [S, 32]), axis=1)
+    if K.linear:
+        units = units_of_8(weight_at(x[0], of_lane, D, K), K) + units_of_8(weight_at(x[1], of_lane, D, K), K)
+        units += units_of_8(weight_at(x[2], of_lane, D, K), K) + units_of_8(weight_at(x[3], of_lane, D, K), K)
+    else:
+        units = (tl.where(s == s, s, 0.0) * UNIT).to(tl.int64)
+    s = tl.sum(tl.reshape(units, [S, 32]), axis=1)
     return top, m, tl.where(odd > 0, -1, s), score
 
 
@@ -240,7 +246,7 @@ def is_far(top, D, F, K: tl.constexpr):
     """
     if K.wide:
         alone = (F.k == 0) & (F.least == LOWEST) & (D.n_cols > K.capacity * LANES)
-        return alone & (tl.sum(weight_at(top, F.m, D)) * UNIT < F.p * F.total.to(tl.float32) * FAR)
+        return alone & (tl.sum(weight_at(top, F.m, D, K)) * UNIT < F.p * F.total.to(tl.float32) * FAR)
     else:
         return F.k < 0
 
@@ -327,8 +333,8 @@ def may_decide(H, D, F, K: tl.constexpr):
     """
     if K.wide:
         held = tl.sum(
-            weight_and_more(H.x_0, F.m, D) + weight_and_more(H.x_1, F.m, D)
-            + weight_and_more(H.x_2, F.m, D) + weight_and_more(H.x_3, F.m, D)
+            weight_and_more(H.x_0, F.m, D, K) + weight_and_more(H.x_1, F.m, D, K)
+            + weight_and_more(H.x_2, F.m, D, K) + weight_and_more(H.x_3, F.m, D, K)
         )  # fmt: skip
         target = F.p * F.total.to(tl.float32)
         near = tl.where(F.k > 0, F.k <= 2 * K.capacity, held * UNIT > target * NEAR)
@@ -338,9 +344,9 @@ def may_decide(H, D, F, K: tl.constexpr):
 
 
 @triton.jit
-def weight_and_more(x, m, D):
+def weight_and_more(x, m, D, K: tl.constexpr):
     """1.01 times the weights. Weights themselves would be kept in registers by the compiler until the draw."""
-    return tl.exp2(score_at(x, D, m) + 0.0144)
+    return tl.exp2(score_at(x, D, m, K) + 0.0144)
 
 
 @triton.jit
@@ -350,16 +356,16 @@ def amount_from(H, cut, F, D, K: tl.constexpr):
         return tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     else:
         x = tl.maximum(value_of(cut), -GREATEST)
-        mass = mass_from(H.x_0, x, F, D) + mass_from(H.x_1, x, F, D)
-        mass += mass_from(H.x_2, x, F, D) + mass_from(H.x_3, x, F, D)
+        mass = mass_from(H.x_0, x, F, D, K) + mass_from(H.x_1, x, F, D, K)
+        mass += mass_from(H.x_2, x, F, D, K) + mass_from(H.x_3, x, F, D, K)
         mass, count = sums_of(mass, lanes_between(H, cut, None), K)
         return count.to(tl.int64), mass
 
 
 @triton.jit
-def mass_from(x, least, F, D):
+def mass_from(x, least, F, D, K: tl.constexpr):
     """The mass, in units, of each lane's logits of `least` or more. `mass_of_code` gives each logit the same mass."""
-    return tl.sum((tl.where(x >= least, weight_at(x, F.m, D), 0.0) * UNIT).to(tl.int64), axis=1)
+    return tl.sum((tl.where(x >= least, weight_at(x, F.m, D, K), 0.0) * UNIT).to(tl.int64), axis=1)
 
 
 @triton.jit

@@ -142,7 +142,7 @@ def take_groups(D, call, end, origin, best, at, odd, K: tl.constexpr, WHOLE: tl.
             odd = tl.where(score == score, odd, 1.0)
         else:
             m = tl.max(x, axis=1)
-            s = sum_of_8(weight_at(x, m[:, None], D))
+            s = sum_of_8(weight_at(x, m[:, None], D, K))
             score = (m - origin) * D.factor + log2_of(s, K) + noise_of(words[quarter], all_words, K)
             score = tl.where(D.temperature > 0, score, m)
             odd = tl.where(s == s, odd, 1.0)

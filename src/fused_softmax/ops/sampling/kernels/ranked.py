@@ -18,7 +18,7 @@ def least_of_ranked(list_ptr, n, count, mass, D, F, K: tl.constexpr):
     i = tl.arange(0, K.candidates)
     on = i < n
     code = sort_listed(list_ptr, n, K)
-    weight = tl.where(on, mass_of_code(code, D, F), 0)
+    weight = tl.where(on, mass_of_code(code, D, F, K), 0)
     through = mass + tl.cumsum(weight, axis=0)
     by_k = (F.k > 0) & (count < F.k) & (count + n >= F.k)
     kept = on & ((count + i < F.k) | (F.k == 0))
@@ -60,6 +60,6 @@ def nothing_listed():
 
 
 @triton.jit
-def mass_of_code(code, D, F):
+def mass_of_code(code, D, F, K: tl.constexpr):
     """The mass of a code's logit, in units; 0 where nothing is listed."""
-    return (weight_at(value_of((code >> COLUMN_BITS).to(tl.int32)), F.m, D) * UNIT).to(tl.int64)
+    return (weight_at(value_of((code >> COLUMN_BITS).to(tl.int32)), F.m, D, K) * UNIT).to(tl.int64)

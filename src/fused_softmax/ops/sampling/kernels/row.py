@@ -13,7 +13,6 @@ from fused_softmax.ops.sampling.kernels.common import (
     LANES,
     LOWEST,
     STRETCH,
-    UNIT,
     bounds_of_code,
     calls_of,
     code_of,
@@ -25,10 +24,11 @@ from fused_softmax.ops.sampling.kernels.common import (
     member_of,
     order_of,
     scratch_at,
-    sum_of_8,
     survey,
     take_kept,
+    units_of_8,
     weight_at,
+    weight_of_maximum,
     words_of,
 )
 
@@ -47,7 +47,7 @@ def row_state(scratch_ptr, draw, D, K: tl.constexpr):
     m_parts = tl.load(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, mask=on, other=NEG_INF)
     s_parts = tl.load(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, mask=on, other=0)
     m = tl.max(m_parts, axis=0)
-    weight = weight_at(m_parts, m, D).to(tl.float64)
+    weight = weight_of_maximum(m_parts, m, D, K).to(tl.float64)
     return m, tl.sum((s_parts.to(tl.float64) * weight).to(tl.int64), axis=0), tl.min(s_parts, axis=0) < 0
 
 
@@ -190,5 +190,5 @@ def amount_in_row(D, m, B, K: tl.constexpr):
             x = logits_of(D, first, call >= 0, K)
             kept = kept_of(x, first[:, None] + tl.arange(0, 8)[None, :], B)
             count += kept.to(tl.int32)
-            mass += (sum_of_8(tl.where(kept, weight_at(x, m, D), 0.0)) * UNIT).to(tl.int64)
+            mass += units_of_8(tl.where(kept, weight_at(x, m, D, K), 0.0), K)
     return tl.sum(count).to(tl.int64), tl.sum(mass, axis=0)

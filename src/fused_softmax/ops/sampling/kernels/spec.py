@@ -22,8 +22,10 @@ class SampleSpec:
     wide: whether launches follow for rows whose boundary is lower than twice as many lanes can tell. sampled, turns:
     how many groups a sample of such a row takes at each turn, and its turns. listed: among how many logits the boundary
     is sought.
-    of_probs: whether probabilities are read, and their logarithms are the logits. masks: whether what is kept is
-    written, also for rows that cannot be drawn from; `valid` then says which rows are not NaN.
+    of_probs: whether probabilities are read, and their logarithms are the logits. linear: whether probabilities are
+    read and judged as they are, and stand wherever logits do: logarithms in fp32 would make ties of close ones.
+    masks: whether what is kept is written, also for rows that cannot be drawn from; `valid` then says which rows are
+    not NaN.
     grain_bits: the low bits of a logit's order, if they follow from the others: 16-bit logits have fewer orders than
     fp32.
     follows: whether the launch may begin before the one before it has ended, and then waits for it. leads: whether the
@@ -51,6 +53,7 @@ class SampleSpec:
     listed: int = 0
     grain_bits: int = 0
     of_probs: bool = False
+    linear: bool = False
     masks: bool = False
     ptx: bool = False
     follows: bool = False

@@ -26,11 +26,12 @@ from fused_softmax.ops.sampling.kernels.common import (
     filters_of,
     logits_of,
     middle_of,
+    of_score,
     order_of,
     score_at,
     scratch_at,
-    sum_of_8,
     sums_of,
+    units_of_8,
     value_of,
     weight_at,
     whole_grains,
@@ -86,13 +87,13 @@ def sampled_bracket(bins_ptr, D, F, K: tl.constexpr):
     """
     N: tl.constexpr = K.sampled * 8
     x = sampled(D, 0, K)
-    z = score_at(x, D, F.m)
+    z = score_at(x, D, F.m, K)
     least = tl.minimum(tl.maximum(tl.min(tl.where(x > NEG_INF, z, 0.0), axis=0), LEAST_SCORE), -1e-20)
     width = least / -BINS
     n = counted(bins_ptr, bin_of(z, least, width), x > NEG_INF)
     for turn in range(1, K.turns):
         x = sampled(D, turn, K)
-        n += counted(bins_ptr, bin_of(score_at(x, D, F.m), least, width), x > NEG_INF)
+        n += counted(bins_ptr, bin_of(score_at(x, D, F.m, K), least, width), x > NEG_INF)
     at = tl.arange(0, BINS)
     share = N * K.turns / D.n_cols.to(tl.float32)
     by_k = (F.k > 0) & ((F.p >= 1) | (not K.joint) | (F.k < K.listed // 4))
@@ -120,8 +121,8 @@ def sampled_bracket(bins_ptr, D, F, K: tl.constexpr):
     few = n_high < 64
     n_high = tl.where(few, 0.0, n_high)
     low = tl.maximum(low, tl.sum((n_from > n_high + room).to(tl.int32), axis=0))
-    low_order = tl.where(low > 0, order_of(F.m + (least + low * width) / D.factor), LOWEST)
-    high_order = order_of(F.m + (least + high * width) / D.factor)
+    low_order = tl.where(low > 0, order_of(of_score(least + low * width, D, F.m, K)), LOWEST)
+    high_order = order_of(of_score(least + high * width, D, F.m, K))
     return low_order, tl.where(few | (high >= BINS), order_of(F.m) + 1, tl.minimum(high_order, order_of(F.m) + 1))
 
 
@@ -188,7 +189,7 @@ def _weigh(
             for quarter in tl.static_range(4):
                 x = logits_of(D, column_of(call, quarter), there, K)
                 above = x >= high
-                mass += (sum_of_8(tl.where(above, weight_at(x, m, D), 0.0)) * UNIT).to(tl.int64)
+                mass += units_of_8(tl.where(above, weight_at(x, m, D, K), 0.0), K)
                 count += tl.sum(above.to(tl.int32), axis=1)
                 within = ((x >= low) & (x < high)).to(tl.int32)
                 marks |= tl.sum(within << tl.arange(0, 8)[None, :], axis=1) << (quarter * 8)
@@ -275,7 +276,7 @@ def least_of_filters(order, cols, on, low, high, count, mass, D, F, K: tl.conste
 
     order, cols: of the logits that are `on`, whose orders are from low to high. count, mass: of all logits above these.
     """
-    weight = tl.where(on, (weight_at(value_of(order), F.m, D) * UNIT).to(tl.int64), 0)
+    weight = tl.where(on, (weight_at(value_of(order), F.m, D, K) * UNIT).to(tl.int64), 0)
     of_all, n = sums_of(weight, on.to(tl.int32), K)
     least = (tl.zeros([], tl.int64) + LOWEST) << COLUMN_BITS
     target = F.p.to(tl.float64) * F.total.to(tl.float64)
