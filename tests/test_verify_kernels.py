@@ -111,6 +111,27 @@ def test_masks_and_numbers_of_rows(verify, device):
     same(*both(target, tokens, draft, None, given, numbers))
 
 
+@pairwise()
+@pytest.mark.parametrize("verify", ["chain", "block", "tree"])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("bias", [None, "columns", "sequences", "rows"])
+@pytest.mark.parametrize("bits", [None, "sequences", "rows"])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}], ids=str)
+def test_masks_of_sequences(verify, told, bias, bits, filters, device):
+    """A row of a bias or of a bitmask may be one row's, a sequence's or all rows'."""
+    n, k, n_cols = 4, 3, 70
+    target, draft, tokens = rows_of(n, k, n_cols, torch.float32, device, seed=2)
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"columns": (), "sequences": (n,), "rows": (n, k + 1)}
+    given = {"verify": verify} | ({"parents": PARENTS[3]} if verify == "tree" else {})
+    if bias is not None:
+        given["logit_bias"] = torch.randn(*shapes[bias], n_cols, generator=generator).to(device) * 3
+    if bits is not None:
+        words = torch.randint(-(2**31), 2**31, (*shapes[bits], 3), generator=generator)
+        given["bitmask"] = words.int().to(device)
+    same(*both(target, tokens, draft if told else None, None, given, filters))
+
+
 @pytest.mark.parametrize("verify", ["chain", "block", "tree"])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}], ids=str)
 def test_rows_that_cannot_be_drawn_from_and_equal_ones(verify, filters, device):
@@ -282,6 +303,20 @@ def test_long_rows_are_masked_as_by_torch(mask, device):
         assert apart.sum() <= 4  # columns at a boundary that float32's sums move
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "number"), [("top_k", 40), ("top_k", 3000), ("top_p", 0.5), ("top_p", 0.99)])
+def test_long_rows_are_renormalised_as_by_torch(name, number, device):
+    x = 2 * torch.randn(40, 151936, device=device, generator=torch.Generator(device).manual_seed(2))
+    for each in (x.softmax(1), (3 * x).softmax(1).bfloat16(), 1 / 64 + x.softmax(1).half()):
+        y, wanted = (
+            getattr(fused_softmax, f"{name}_renorm_probs")(each, number),
+            reference.renorm_probs(each, **{name: number}),
+        )
+        apart = ((y > 0) != (wanted > 0)).any(1)
+        assert apart.sum() <= 2  # rows of a boundary that a sum meets but for 2^-24
+        torch.testing.assert_close(y[~apart], wanted[~apart], rtol=torch.finfo(each.dtype).eps, atol=0)
+
+
 def memory_of(call):
     """The bytes that a second call has allocated at most, with its result; the allocator rounds each up by 1 MiB."""
     call()
@@ -300,10 +335,11 @@ def test_masks_take_little_memory_beside_the_result(name, number, device):
 
 
 @pytest.mark.gpu
-def test_renormalised_probabilities_take_bounded_memory(device):
-    """Of torch's operations, which take some rows at a time."""
-    x = torch.randn(256, 151936, device=device).softmax(1)
-    assert memory_of(lambda: fused_softmax.top_p_renorm_probs(x, 0.9)) < x.nbytes + (512 + 16) * MIB
+@pytest.mark.parametrize(("name", "number"), [("top_k", 100), ("top_p", 0.9)])
+def test_renormalised_probabilities_take_little_memory_beside_the_result(name, number, device):
+    x = torch.randn(512, 151936, device=device).softmax(1).bfloat16()
+    renormalise = getattr(fused_softmax, f"{name}_renorm_probs")
+    assert memory_of(lambda: renormalise(x, number)) < x.nbytes + (16 + 2) * MIB
 
 
 @pytest.mark.gpu
@@ -335,6 +371,9 @@ def test_they_take_no_memory_of_the_vocabulary(verify, filters, notes, device):
     target, draft, tokens = rows_of(64, 4, 151936, torch.bfloat16, device)
     options = {"verify": verify} | ({"parents": [-1, 0, 1, 2]} if verify == "tree" else {})
     call = lambda: speculative_sample(target, tokens, draft, **filters, **options, seed=1)  # noqa: E731
+    assert memory_of(call) < (notes + 3) * MIB
+    options["logit_bias"] = torch.zeros(64, 151936, device=device)
+    options["bitmask"] = torch.full((64, 151936 // 32), -1, device=device, dtype=torch.int32)
     assert memory_of(call) < (notes + 3) * MIB
 
 

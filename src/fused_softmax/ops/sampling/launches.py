@@ -253,13 +253,19 @@ def spec_of(
     capacity = 2 * plan.capacity if wide else plan.capacity
     return SampleSpec(
         stretches=plan.stretches, whole_groups=plan.n_cols % 8 == 0, biased=options.logit_bias is not None,
-        bitmasked=options.bitmask is not None, split=plan.parts > 1 and not filtered,
+        bitmasked=options.bitmask is not None, bias_draws=_draws_of_a_row(options.logit_bias, plan.n_draws),
+        bitmask_draws=_draws_of_a_row(options.bitmask, plan.n_draws), split=plan.parts > 1 and not filtered,
         greedy=not filtered and not isinstance(temperature, Tensor) and temperature == 0,
         all_stretches=plan.all_stretches, capacity=capacity, candidates=2 * capacity if ranked else 1, ranked=ranked,
         joint=options.order == "joint", first=first, by_row=by_row,
         counted=first and top_k is not None, wide=wide, listed=plan.listed if wide else 0, ptx=has_ptx(index),
         grain_bits=0 if options.logit_bias is not None else _GRAIN_BITS.get(dtype, 0),
     )  # fmt: skip
+
+
+def _draws_of_a_row(mask: Tensor | None, n_draws: int) -> int:
+    """How many draws, one after another, share a row of a bias or a bitmask."""
+    return n_draws // mask.shape[0] if mask is not None and mask.ndim == 2 and mask.shape[0] else 1
 
 
 def _is_of_rest(options: Sampling) -> bool:

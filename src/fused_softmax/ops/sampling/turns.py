@@ -57,14 +57,16 @@ def prepare_sample(
     most = _draws_at_a_time(logits, options, n_draws)
     if n_draws <= most:
         return sample_reports.prepare_sample(logits, options, seed, position, out)
+    bias, bitmask = (_of_draws(each, n_draws) for each in (options.logit_bias, options.bitmask))
     given = (
-        logits, Numbers.of(options, seed, position), options.logit_bias, options.bitmask, options.row_indices,
+        logits, Numbers.of(options, seed, position), bias, bitmask, options.row_indices,
         torch.empty(n_draws, dtype=torch.int64, device=logits.device) if out is None else out,
     )  # fmt: skip
     turns = [slice(begin, min(begin + most, n_draws)) for begin in range(0, n_draws, most)]
     calls = {here.stop - here.start: _prepare_turn(here, options, *given) for here in (turns[0], turns[-1])}
 
     def call(logits, numbers, bias, bitmask, rows, out):
+        bias, bitmask = _of_draws(bias, n_draws), _of_draws(bitmask, n_draws)
         tokens = torch.empty(n_draws, dtype=torch.int64, device=logits.device) if out is None else out
         found = [
             calls[here.stop - here.start](*_of_turn(here, logits, numbers, bias, bitmask, rows, tokens))
@@ -75,6 +77,13 @@ def prepare_sample(
         return SampleOutput(tokens, valid, *others)  # type: ignore[arg-type]
 
     return call
+
+
+def _of_draws(mask: Tensor | None, n_draws: int) -> Tensor | None:
+    """A row of a bias or a bitmask for each draw, also where several draws share one."""
+    if mask is None or mask.ndim == 1 or mask.shape[0] == n_draws:
+        return mask
+    return mask.repeat_interleave(n_draws // mask.shape[0], 0)
 
 
 def _draws_at_a_time(logits: Tensor, options: Sampling, n_draws: int) -> int:

@@ -288,6 +288,13 @@ def flattened(logits: Tensor) -> tuple[Tensor, Tensor | None]:
     return logits.reshape(n * m, n_cols), None
 
 
+def _shared_masks(mask: Tensor | None) -> Tensor | None:
+    """A mask of columns, of sequences or of rows, whose rows the draws of a sequence share where it is of sequences."""
+    if mask is None or mask.ndim < 3:
+        return mask
+    return mask.squeeze(1) if mask.shape[1] == 1 else mask.flatten(0, 1)
+
+
 def rows_of_masks(mask: Tensor | None, n: int, n_rows: int) -> Tensor | None:
     """A mask of columns, of sequences or of rows, [n_cols], [n, ...] or [n, n_rows, ...], for each row."""
     if mask is None or mask.ndim == 1:
@@ -299,7 +306,7 @@ def _rows_of_target(given: Given, numbers: Numbers, order: Any) -> tuple[Tensor,
     n, n_rows, _ = given.target_logits.shape
     logits, rows = flattened(given.target_logits)
     own: Any = {name: of_rows(getattr(numbers, name), n, n_rows) for name in _FILTERS}
-    bias, bits = (rows_of_masks(each, n, n_rows) for each in (given.logit_bias, given.bitmask))
+    bias, bits = map(_shared_masks, (given.logit_bias, given.bitmask))
     return logits, Sampling(**own, order=order, logit_bias=bias, bitmask=bits, row_indices=rows)
 
 

@@ -77,8 +77,8 @@ def draw_of(
     seed = integer_at(seed_ptr, strides[SEED], seed_low, seed_high, draw)
     position = integer_at(position_ptr, strides[POSITION], position_low, position_high, draw)
     ptr = logits_ptr + row * strides[LOGITS]
-    bias_ptr = bias_ptr + draw * strides[BIAS] if K.biased else ptr
-    bitmask_ptr = bitmask_ptr + draw * strides[BITMASK] if K.bitmasked else ptr
+    bias_ptr = bias_ptr + draw // K.bias_draws * strides[BIAS] if K.biased else ptr
+    bitmask_ptr = bitmask_ptr + draw // K.bitmask_draws * strides[BITMASK] if K.bitmasked else ptr
     return Draw(
         ptr, bias_ptr, bitmask_ptr, n_cols, temperature, factor_of(temperature), seed, position,
         there & can_be(temperature), 0,

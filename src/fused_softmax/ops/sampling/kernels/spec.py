@@ -10,6 +10,7 @@ class SampleSpec:
 
     stretches: of 1024 columns, which a program reads at a time. whole_groups: whether rows are whole groups of 8
     columns. biased, bitmasked: whether a bias is added, and whether a bitmask says which columns are possible.
+    bias_draws, bitmask_draws: how many draws, one after another, share a row of each.
     part_stretches: stretches whose lanes a program looks through, if a row's maximum says what is kept.
     split: whether the programs of a row tell each other their best groups. greedy: whether the temperature is 0 for all
     rows.
@@ -36,6 +37,8 @@ class SampleSpec:
     whole_groups: bool
     biased: bool = False
     bitmasked: bool = False
+    bias_draws: int = 1
+    bitmask_draws: int = 1
     part_stretches: int = 1
     split: bool = False
     greedy: bool = False

@@ -110,9 +110,11 @@ def logits_at(R, draws, cols, on, K: tl.constexpr):
     if K.of_probs:
         x = log_of_prob(x)
     if K.biased:
-        x += tl.load(R.bias_ptr + draws * R.strides[BIAS] + cols, mask=on, other=0.0).to(tl.float32)
+        bias_ptr = R.bias_ptr + draws // K.bias_draws * R.strides[BIAS]
+        x += tl.load(bias_ptr + cols, mask=on, other=0.0).to(tl.float32)
     if K.bitmasked:
-        bits = tl.load(R.bitmask_ptr + draws * R.strides[BITMASK] + cols // 8, mask=on, other=0).to(tl.int32)
+        bitmask_ptr = R.bitmask_ptr + draws // K.bitmask_draws * R.strides[BITMASK]
+        bits = tl.load(bitmask_ptr + cols // 8, mask=on, other=0).to(tl.int32)
         x = tl.where((bits >> (cols % 8).to(tl.int32)) & 1 == 1, x, NEG_INF)
     temperature = (draws * 0).to(tl.float32) + R.temperature
     if R.temperature_ptr is not None:
