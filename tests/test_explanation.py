@@ -130,8 +130,7 @@ def test_drafts_and_masks_have_kernels(x):
     masked, by_torch, renormalised, verified, traced = explained
     assert (masked.route, masked.kernels) == ("kernel", ["_stretches", "_judge", "_write_kept"])
     assert (by_torch.route, by_torch.reason) == ("composed", "a gradient is wanted, which torch's operations have")
-    of_low_boundary = ["_weigh", "_bound", "_sum_kept"]
-    assert renormalised.kernels == ["_stretches", "_judge", *of_low_boundary, "_write_kept"]
+    assert renormalised.kernels == ["_stretches", "_judge", "_weigh", "_bound", "_write_kept"]
     assert (verified.function, verified.route) == ("speculative_sample", "kernel")
     assert verified.kernels == [*["_stretches", "_judge"] * 2, "_follow", "_draw_left"]
     assert (traced.route, traced.kernels) == ("kernel", ["_place", "_draw", "_trace"])

@@ -62,17 +62,18 @@ def test_registers_and_accesses_of_draws(call, dtype):
 
 VERIFIED = {
     "chain": ({}, {"_judge": 128, "_follow": 64, "_draw_left": 128}),
-    "chain, top-p": ({"top_p": 0.9}, {"_judge": 192, "_weigh": 80, "_bound": 128, "_sum_kept": 96, "_draw_left": 128}),
+    "chain, top-p": ({"top_p": 0.9}, {"_judge": 192, "_weigh": 80, "_bound": 128, "_draw_left": 128}),
+    "chain, top-p and min-p": ({"top_p": 0.9, "min_p": 0.1}, {"_judge": 192, "_bound": 128, "_sum_kept": 96}),
     "block": ({"verify": "block"}, {"_follow": 64, "_sum_left": 128, "_settle": 64, "_draw_left": 128}),
     "tree": ({"verify": "tree"}, {"_judge": 128, "_climb": 255, "_draw_left": 128}),
     "told chain": ({"told": True}, {"_place": 64, "_trace": 64}),
     "told tree": ({"told": True, "verify": "tree"}, {"_place": 64, "_trace": 96}),
     "mask": ({"alone": "mask"}, {"_stretches": 64, "_judge": 192, "_write_kept": 80}),
-    "renormalised": ({"alone": "probs"}, {"_stretches": 64, "_judge": 192, "_sum_kept": 96, "_write_kept": 80}),
+    "renormalised": ({"alone": "probs"}, {"_stretches": 64, "_judge": 192, "_bound": 128, "_write_kept": 80}),
 }
 
 
-def compiled_of_drafts(target, dtype, top_p=None, verify="chain", told=False, alone=None):
+def compiled_of_drafts(target, dtype, top_p=None, min_p=None, verify="chain", told=False, alone=None):
     """Each kernel that a call launches, by name: of drafts, or of one filter alone."""
     found = {}
 
@@ -95,7 +96,7 @@ def compiled_of_drafts(target, dtype, top_p=None, verify="chain", told=False, al
         if alone is not None:
             judged.prepare_filter(drafted[:, 0], "top_p", 0.9, alone == "probs")
         else:
-            numbers = sample_calls.Numbers(0.8, None, top_p, None, seed, seed)
+            numbers = sample_calls.Numbers(0.8, None, top_p, min_p, seed, seed)
             verified.prepare_speculation(given, numbers, verify=verify)
     return {name: launch.compile(target) for name, launch in found.items()}
 

@@ -5,7 +5,6 @@ scale, a bias, a softcap. cross_entropy of such logits is linear_cross_entropy o
 gets the tensor that the model would have made, so a model that this file knows nothing of gets its own results.
 """
 
-import copy
 import math
 import operator
 import sys
@@ -235,6 +234,12 @@ class Deferred:
     `times`, over `over`, and, if cap is a number, cap * tanh of that over cap.
     """
 
+    state = (
+        "head", "given", "rows", "device_type", "autocast", "lowered", "made", "dtype", "parent", "step", "arguments",
+        "bias", "times", "over", "bounded", "cap", "layer", "n_classes", "grad", "within", "version", "with_graph",
+        "without", "hooks_by_id", "parameters", "inputs", "steps",
+    )  # fmt: skip
+
     def __init__(self, head: Any, given: Tensor) -> None:
         self.head, self.given, self.rows = head, given, given
         self.device_type = given.device.type
@@ -305,7 +310,9 @@ class Deferred:
     # What is written down.
 
     def _then(self, step: Any, *arguments: Any, **changed: Any) -> "Deferred":
-        found = copy.copy(self)
+        found = type(self).__new__(type(self))
+        for name in self.state:  # copy.copy() ends a graph of torch 2.11
+            setattr(found, name, getattr(self, name))
         found.hooks_by_id = OrderedDict()
         found.parent, found.step, found.arguments = self, step, arguments
         for name, each in changed.items():

@@ -67,13 +67,13 @@ class Judging:
         self.n_draws = self.n_rows if options.row_indices is None else options.row_indices.shape[0]
         self.plan = plan_draws(self.n_draws, n_cols, logits.element_size(), device_of(index))
         spec = _spec_of(self.plan, options, index, logits.dtype, of_probs)
-        self.spec = replace(spec, linear=linear, masks=masks)
+        bounded = options.min_p is not None
+        self.spec = replace(spec, linear=linear, masks=masks, sums=spec.wide and not (masks or bounded))
         self._empty = allocator(device)
         read = readable(logits, options.logit_bias, options.bitmask, options.row_indices)
         written, numbers = self._written(), _numbers(options)
         arguments = Arguments(read, written, numbers, self.n_rows, n_cols, self.plan)
         self.strides = arguments.strides
-        bounded = options.min_p is not None
         preparing = _launches(self.plan, self.spec, arguments, index, bounded) if self.n_draws else []
         self._launches = launch.together(*preparing)
 
@@ -142,7 +142,7 @@ def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int
             arguments.prepare(_weigh, n_wide, spec, index, plan.num_warps, *cut, follows),
             arguments.prepare(_bound, plan.n_draws, of_bound, index, plan.bound_warps, follows=follows),
         ]
-    if not spec.masks and (spec.wide or (bounded and not spec.ranked)):
+    if bounded and not spec.masks and (spec.wide or not spec.ranked):
         launches.append(arguments.prepare(_sum_kept, n_wide, spec, index, plan.num_warps, *cut, follows))
     return launches
 

@@ -206,7 +206,7 @@ def weight_of_prob(p):
 def score_at(x, D, origin, K: tl.constexpr):
     """z of logits, from an origin; of probabilities (K.linear) log2 of their weight."""
     if K.linear:
-        return tl.log2(tl.maximum(weight_at(x, origin, D, K), 0.0))
+        return log2_of(weight_at(x, origin, D, K), K)
     else:
         return (x - origin) * D.factor
 
@@ -251,8 +251,11 @@ def power_for(m):
 
 @triton.jit
 def units_of_8(weight, K: tl.constexpr):
-    """The sums of rows of 8 weights, in units. Of probabilities each weight is rounded to the nearest unit."""
-    if K.linear:
+    """The sums of rows of 8 weights, in units. Of fp32 probabilities each weight is rounded to the nearest unit.
+
+    Sums of fewer bits are as exact in fp32 as results of so many bits have to be.
+    """
+    if K.linear and K.grain_bits == 0:
         return tl.sum((weight * UNIT + 0.5).to(tl.int64), axis=1)
     else:
         return (sum_of_8(weight) * UNIT).to(tl.int64)

@@ -346,7 +346,10 @@ def may_decide(H, D, F, K: tl.constexpr):
 @triton.jit
 def weight_and_more(x, m, D, K: tl.constexpr):
     """1.01 times the weights. Weights themselves would be kept in registers by the compiler until the draw."""
-    return tl.exp2(score_at(x, D, m, K) + 0.0144)
+    if K.linear:
+        return weight_at(x, m, D, K) * 1.01
+    else:
+        return tl.exp2(score_at(x, D, m, K) + 0.0144)
 
 
 @triton.jit

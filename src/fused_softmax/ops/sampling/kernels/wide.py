@@ -19,6 +19,7 @@ from fused_softmax.ops.sampling.kernels.common import (
     QUARTER,
     STRETCH,
     UNIT,
+    bounds_of_code,
     calls_of,
     code_of,
     column_of,
@@ -42,6 +43,7 @@ from fused_softmax.ops.sampling.kernels.row import (
     COUNT,
     DRAW_ONLY,
     HIGH,
+    KEPT,
     LEAST,
     LISTED,
     LOW,
@@ -49,6 +51,7 @@ from fused_softmax.ops.sampling.kernels.row import (
     STATUS,
     TOP,
     TOTAL,
+    amount_in_row,
     begin_parts,
     least_in_row,
 )
@@ -238,21 +241,29 @@ def _bound(
         F = filters_of(top_k_ptr, top_p_ptr, min_p_ptr, strides, top_k, top_p, min_p, m, total, draw, D, K)
         list_ptr = scratch_at(scratch_ptr, draw, K.list_at, tl.int64, K)
         n = tl.load(record_ptr + LISTED)
-        least, found = tl.zeros([], tl.int64), n < 0
+        least, kept, found = tl.zeros([], tl.int64), tl.zeros([], tl.int64), n < 0
         if n <= K.listed:
             if n <= K.listed // 2:
-                least, found = least_of_list(record_ptr, list_ptr, n, D, F, K, K.listed // 2)
+                least, kept, found = least_of_list(record_ptr, list_ptr, n, D, F, K, K.listed // 2)
             else:
-                least, found = least_of_list(record_ptr, list_ptr, n, D, F, K, K.listed)
+                least, kept, found = least_of_list(record_ptr, list_ptr, n, D, F, K, K.listed)
         if not found:
             tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
             least = least_in_row(D, F, K)
+            if K.sums:
+                tl.debug_barrier()
+                _, kept = amount_in_row(D, F.m, bounds_of_code(least), K)
         tl.store(record_ptr + LEAST, tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS))
+        if K.sums:
+            tl.store(record_ptr + KEPT, kept)
 
 
 @triton.jit
 def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.constexpr):
-    """(the code of the last logit that top-k and top-p keep, whether it is one of the list's n)."""
+    """(the code of the last logit that top-k and top-p keep, the mass of all these, whether it is of the list's n).
+
+    The mass is 0 without K.sums.
+    """
     i = tl.arange(0, ROOM)
     on = i < n
     code = tl.load(list_ptr + i, mask=on, other=0)
@@ -261,13 +272,17 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
     low, high = tl.load(record_ptr + LOW), tl.load(record_ptr + HIGH)
     count, mass = tl.load(record_ptr + COUNT), tl.load(record_ptr + MASS)
     least, by_k, by_p = least_of_filters(order, cols, on, low, high, count, mass, D, F, K)
+    kept = mass * 0
+    if K.sums:
+        weight = (weight_at(value_of(order), F.m, D, K) * UNIT).to(tl.int64)
+        kept = mass + tl.sum(tl.where(on & at_or_above(order, cols, least), weight, 0), axis=0)
     if K.joint:  # a filter that ends below the list keeps all of it; where one ends above it is unknown
         found = (by_k | by_p) & ((F.k == 0) | (count < F.k))
         if F.p < 1:
             found = found & (mass.to(tl.float64) < F.p.to(tl.float64) * F.total.to(tl.float64))
-        return least, found
+        return least, kept, found
     else:
-        return least, tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
+        return least, kept, tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
 
 
 @triton.jit
