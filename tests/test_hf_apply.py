@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import fused_softmax
 from fused_softmax import hf
 from fused_softmax.core.route import Route
+from fused_softmax.hf.deferred import Deferred
 from fused_softmax.ops.attention import attention
 from fused_softmax.ops.routing import route
 
@@ -1110,3 +1111,11 @@ def test_explain_lists_the_loss_of_evaluation_too(llama):
         output = model(**inputs())
     assert [each.function for each in calls] == ["linear_cross_entropy"]
     torch.testing.assert_close(output.logits, llama[1].eval()(**inputs()).logits)
+
+
+def test_later_logits_have_all_that_the_first_have():
+    head = torch.nn.Linear(4, 6)
+    head.steps = 0
+    first = Deferred(head, torch.zeros(2, 4))
+    later = first.to(torch.bfloat16)
+    assert vars(first).keys() == vars(later).keys() == set(Deferred.state)
