@@ -131,7 +131,9 @@ def peak_on_cpu(step: Callable[[], object]) -> int:
     """The most bytes that a call of `step` allocates at once, from PyTorch's profiler."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler logs its start and end, which no lower level hides
     gc.collect()  # otherwise it warns that the step frees memory from before it
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         step()
     profiler: Any = profile.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]

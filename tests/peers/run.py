@@ -142,7 +142,7 @@ SUITES = {
         "huggingface/transformers",
         ("tests/__init__.py", "tests/generation/__init__.py", "tests/generation/test_logits_process.py"),
         "transformers", arguments=("tests", "-k", "top_k or top_p or min_p or repetition or processor_list"),
-        commit="v5.24.0",
+        seconds=150, commit="v5.24.0",
     ),
 }  # fmt: skip
 
