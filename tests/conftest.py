@@ -1,3 +1,4 @@
+import gc
 import os
 from dataclasses import replace
 
@@ -27,6 +28,12 @@ def device() -> str:
 
 def pytest_configure(config):
     products.QUICK = "not exhaustive" in config.option.markexpr
+    gc.disable()  # until all tests are collected: a third of that would go into looking at what stays
+
+
+def pytest_collection_finish():
+    gc.freeze()  # nor need a test wait for that again
+    gc.enable()
 
 
 def pytest_ignore_collect(collection_path, config):
