@@ -374,7 +374,7 @@ MADE = {
 
 
 @pytest.mark.parametrize(("how", "first"), [("as it is", True), ("compiled", True), ("evaluated", False)])
-@pytest.mark.parametrize("name", one_in(2, [*MADE, "a property"]))
+@pytest.mark.parametrize("name", one_in(4, [*MADE, "a property"]))
 def test_a_weight_that_is_made_at_each_use_is_made_once(name, first, how):
     found, uses = [], []
     for model in pair("phi, a head with bias"):

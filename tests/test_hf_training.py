@@ -60,7 +60,9 @@ def by_trainer(model, folder, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}], ids=str
+    "options",
+    one_in(3, [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}]),
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_trainer(name, options, tmp_path):
