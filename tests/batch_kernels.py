@@ -2,7 +2,7 @@
 
 A kernel is all that Triton compiles: its Spec, its warps, and what it sees of addresses, strides and numbers. Where one
 is launched for every batch, with another grid, a row of it has the same bits. With "ptx" kernels are what they compile
-to, which takes a second each.
+to, which takes a second each, for the widths that follow or for some.
 """
 
 import json
@@ -115,11 +115,12 @@ def compiled(job, found={}):  # noqa: B006
 
 def main():
     found, apart, (how, *ptx) = [], {}, sys.argv[1:]
+    compiled_at = [int(each) for each in ptx[1:]] or COMPILED
     stand_in_for(H100, found)
     for name, call in CALLS.items():
         if ptx and name.endswith("fp32"):
             continue
-        for n_cols in COMPILED if ptx else WIDTHS:
+        for n_cols in compiled_at if ptx else WIDTHS:
             kinds = set()
             for n, before in BATCHES:
                 found.clear()

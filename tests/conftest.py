@@ -1,3 +1,4 @@
+import gc
 import os
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ collect_ignore = ["peers"]  # what runs other projects' tests; test_peers_runner
 
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
+# torch's own takes a millisecond to write down where it was called, once for each kind of accelerator.
+SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 # A mark of what kernels must compute.
 kernels = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="without a GPU or the interpreter, CPU tensors take ATen"
@@ -27,6 +30,12 @@ def device() -> str:
 
 def pytest_configure(config):
     products.QUICK = "not exhaustive" in config.option.markexpr
+    gc.disable()  # until all tests are collected: a third of that would go into looking at what stays
+
+
+def pytest_collection_finish():
+    gc.freeze()  # nor need a test wait for that again
+    gc.enable()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -53,7 +62,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    torch.manual_seed(0)  # what fails once fails again
+    SEED(0)  # what fails once fails again
     calls.forget()  # a test that replaces a part is not to find a call that was kept with the old one
 
 

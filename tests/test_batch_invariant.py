@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import products
 import pytest
 import torch
 from batch_kernels import instructions
@@ -144,7 +145,8 @@ def test_instructions_are_the_same_from_another_checkout():
 @pytest.mark.one_triton
 def test_one_kernel_is_compiled_for_every_place_of_a_batch():
     """Of the kernels that differ in where addresses start alone, the instructions are the same."""
-    assert kernels_apart("alone", "ptx") == {}
+    odd = "50257"  # whose rows start anywhere
+    assert kernels_apart("alone", "ptx", *([odd] if products.QUICK else [])) == {}
 
 
 # Results.

@@ -124,7 +124,6 @@ def test_what_is_batched_is_not_looked_at(case, device):
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.guard
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_traced_is_not_looked_at(case, way, device):

@@ -342,7 +342,7 @@ def test_bad_options_of_a_bias_are_named(options, message, attention_bias, capsy
 REWARDED = ["--vocab", "16", "--hidden", "16", "--layers", "1", "--prompts", "2", "--generations", "4", "--length", "4"]
 
 
-@pytest.mark.parametrize("by", ["hand", "TRL"])
+@pytest.mark.parametrize("by", one_in(2, ["hand", "TRL"]))
 def test_rewards_rise_alike_with_our_log_probabilities(by, grpo_tiny, device, tmp_path, monkeypatch, capsys):
     if by == "TRL":
         pytest.importorskip("trl", reason="TRL's trainer trains")
@@ -447,7 +447,7 @@ def test_every_option_of_an_example_is_tried(request, name, capsys):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", one_in(4, WRONG))
 def test_a_terminal_shows_at_once_that_an_example_works(name, tmp_path):
     screen, terminal = pty.openpty()
     process = subprocess.Popen(
@@ -566,7 +566,7 @@ def without_numbers(line):
     return re.sub(r"(?:(?<= )-)?\d+(?:\.\d+)?(?:e[+-]?\d+)?", "N", re.sub(r"\[[\d, ]*\]", "[]", line))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", one_in(3, FEW))
 def test_an_example_prints_what_the_page_says(name, tmp_path, monkeypatch):
     """On a CPU, in fewer steps. A line of dots stands for more lines like the one above it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

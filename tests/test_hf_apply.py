@@ -20,6 +20,7 @@ import hf_applied
 import transformers
 from conftest import kernels
 from hf_applied import LENGTH, LOSS, MODELS, VOCABULARY, close, inputs, listened, made, pair, products, trained
+from products import one_in
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
@@ -374,7 +375,7 @@ MADE = {
 
 
 @pytest.mark.parametrize(("how", "first"), [("as it is", True), ("compiled", True), ("evaluated", False)])
-@pytest.mark.parametrize("name", [*MADE, "a property"])
+@pytest.mark.parametrize("name", one_in(4, [*MADE, "a property"]))
 def test_a_weight_that_is_made_at_each_use_is_made_once(name, first, how):
     found, uses = [], []
     for model in pair("phi, a head with bias"):

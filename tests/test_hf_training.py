@@ -16,6 +16,7 @@ pytest.importorskip("accelerate")
 import hf_applied
 from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
 from hf_applied import LOSS, VOCABULARY, close, inputs, listened, made, pair, products, trained
+from products import one_in
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
@@ -59,7 +60,9 @@ def by_trainer(model, folder, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}], ids=str
+    "options",
+    one_in(3, [{}, {"bf16": True}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}]),
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_trainer(name, options, tmp_path):
@@ -171,7 +174,7 @@ def test_gradient_checkpointing(name, reentrant):
     assert ran.get("route", 0) == (2 * 2 if name == "gpt_oss" else 0)  # once more in the backward pass
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", one_in(3, ["llama", "gemma2", "mixtral"]))
 def test_compile(name):
     model, plain = pair(name)
     hf.apply(model)
@@ -416,7 +419,7 @@ def of_compiled_shards(group, units, ours):
     return losses, {at: each.grad.full_tensor() for at, each in model.named_parameters()}, logits
 
 
-@pytest.mark.parametrize("units", ["all at once", "layers", "a head alone"])
+@pytest.mark.parametrize("units", one_in(3, ["all at once", "layers", "a head alone"]))
 def test_fsdp2_of_compiled_code(ranks, units):
     found, wanted = (ranks.values(2, of_compiled_shards, units, ours) for ours in (True, False))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)

@@ -171,7 +171,14 @@ if sys.modules["fused_softmax"]:
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize(("model", "dtype"), [("qwen", "float32"), ("laguna", "float32"), ("qwen", "bfloat16")])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("laguna", "float32"),
+        pytest.param("qwen", "float32", marks=pytest.mark.exhaustive),
+        pytest.param("qwen", "bfloat16", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_kernelize_puts_both_layers_into_a_model(kernel, model, dtype):
     pytest.importorskip("transformers", reason="transformers is not installed")
     run(LOADS + KERNELIZES, kernel, model, dtype)

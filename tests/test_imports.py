@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from products import one_in
 
 import fused_softmax
 
@@ -132,15 +133,15 @@ assert dir(fused_softmax) == fused_softmax.__all__
 
 @pytest.mark.parametrize(
     "use",
-    [
+    one_in(3, [
         "import fused_softmax.nn",
         "from fused_softmax import nn",
         "from fused_softmax import *; softmax",
         "import pickle; pickle.loads(FUNCTION)",
         "import pickle; pickle.loads(MODULE)",
         "import fused_softmax; torch.compile(lambda x: fused_softmax.softmax(x, 0), backend='eager')(torch.ones(2))",
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_what_leads_to_a_public_function_registers_the_operators(use):
     function, module = pickle.dumps(fused_softmax.softmax), pickle.dumps(fused_softmax.nn.Softmax(-1))
     python(f"""

@@ -41,7 +41,7 @@ def encodings(spec):
             yield part["encoding"]
 
 
-@pytest.mark.parametrize("path", one_in(4, RESULTS), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", one_in(12, RESULTS), ids=lambda path: path.stem)
 def test_charts_of_committed_results_are_valid_vega_lite(monkeypatch, path):
     monkeypatch.setattr(charts, "VALIDATE", True)
     part = page.part(path)

@@ -23,7 +23,8 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 
 ROOT = Path(__file__).parents[1]
 AXE = ROOT / "viz/node_modules/axe-core/axe.min.js"
-SIZES = pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
+SCREENS = [(1400, 900), (390, 844)]
+SIZES = pytest.mark.parametrize(("width", "height"), SCREENS)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,14 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+def watched(page: Any, troubles: list[str]) -> Any:
+    """The page, which adds to `troubles` what it writes as an error and asks the network for."""
+    page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or troubles.append(request.url))
+    return page
+
+
 @pytest.fixture
 def open_page(browser: Any, site: Path) -> Iterator[Any]:
     """Opens a page of the site. No page writes an error or asks the network for anything."""
@@ -51,10 +60,7 @@ def open_page(browser: Any, site: Path) -> Iterator[Any]:
     def open_page(name: str, width: int = 1400, height: int = 900, **more: Any) -> Any:
         context = browser.new_context(viewport={"width": width, "height": height}, **more)
         contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or troubles.append(request.url))
+        page = watched(context.new_page(), troubles)
         page.goto((site / name).as_uri())
         return page
 
@@ -132,33 +138,43 @@ def test_the_logo_and_the_icon_are_drawn_here(site: Path) -> None:
 # What a browser shows.
 
 
-@SIZES
-def test_no_page_is_wider_than_the_screen_and_no_code_is_cut_off(
-    width: int, height: int, site: Path, open_page: Any
-) -> None:
-    page = open_page("index.html", width, height)
+LAID_OUT = """width => ({
+    width: document.documentElement.scrollWidth,
+    cut: [...document.querySelectorAll("pre, pre > code")]
+        .filter(each => each.scrollWidth > each.clientWidth).map(each => each.innerText.slice(0, 80)),
+    lines: width < 1000 ? [] : [...document.querySelectorAll(".language-python pre > code > span[id]")]
+        .map(each => [each.offsetHeight / parseFloat(getComputedStyle(each).lineHeight), each.innerText]),
+})"""
+
+
+@pytest.fixture(scope="module")
+def laid_out(browser: Any, site: Path) -> dict[tuple[Path, int], Any]:
+    """What a browser makes of every page on a screen of each width."""
+    troubles, found = [], {}
+    page = watched(browser.new_page(), troubles)
+    for width, height in SCREENS:
+        page.set_viewport_size({"width": width, "height": height})
+        for path in pages(site):
+            page.goto(path.as_uri())
+            found[path, width] = page.evaluate(LAID_OUT, width)
+    page.close()
+    assert troubles == []
+    return found
+
+
+@pytest.mark.parametrize("width", [width for width, _ in SCREENS])
+def test_no_page_is_wider_than_the_screen_and_no_code_is_cut_off(width: int, site: Path, laid_out: Any) -> None:
     for path in pages(site):
-        page.goto(path.as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, path.name
-        cut = page.eval_on_selector_all(
-            "pre, pre > code",
-            "all => all.filter(each => each.scrollWidth > each.clientWidth).map(each => each.innerText.slice(0, 80))",
-        )
-        assert cut == [], path.name
+        assert laid_out[path, width]["width"] <= width, path.name
+        assert laid_out[path, width]["cut"] == [], path.name
 
 
-def test_lines_of_code_are_whole_on_a_wide_screen(site: Path, open_page: Any) -> None:
-    page = open_page("index.html")
+def test_lines_of_code_are_whole_on_a_wide_screen(site: Path, laid_out: Any) -> None:
     n_lines = 0
     for path in pages(site):
         if path.parent == site / "measured" or path.name == "reference.html":
             continue
-        page.goto(path.as_uri())
-        lines = page.eval_on_selector_all(
-            ".language-python pre > code > span[id]",
-            "all => all.map(each =>"
-            " [each.offsetHeight / parseFloat(getComputedStyle(each).lineHeight), each.innerText])",
-        )
+        lines = laid_out[path, SCREENS[0][0]]["lines"]
         n_lines += len(lines)
         assert [text for high, text in lines if high > 1.5] == [], path.name
     assert n_lines > 200

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from products import one_in
 
 pytest.importorskip("trl", reason="these run TRL's trainers")
 
@@ -269,7 +270,7 @@ TRAINERS = {
 BY = {HIDDEN: "linear_log_prob", ROWS: "log_prob", BOTH: "log_prob", PAIRS: "divergence", JSD: "divergence"}
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", one_in(3, TRAINERS))
 def test_trainers_train_as_by_trls_own(name, tmp_path):
     make, seam, options = TRAINERS[name]
     check_alike(make, seam, BY[seam], tmp_path, **options)
