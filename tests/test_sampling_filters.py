@@ -77,6 +77,14 @@ def test_of_equal_probabilities_the_lowest_columns_are_kept(filter, dtype, devic
     assert_close(found, reference.renorm_probs(p, **filter), rtol=torch.finfo(dtype).eps, atol=0)
 
 
+def test_so_many_columns_that_sums_would_overflow_are_torchs(device):
+    """Weights of up to 2^40 units, 2^23 times."""
+    x = torch.zeros(1, 2**23, device=device)
+    with fused_softmax.explain() as explained:
+        y = fused_softmax.min_p_mask_logits(x, 0.5)
+    assert (explained[0].route, torch.equal(x, y)) == ("composed", True)
+
+
 @pytest.mark.parametrize("name", ["top_k_mask_logits", "top_p_mask_logits", "min_p_mask_logits", "top_k_renorm_probs"])
 def test_a_row_is_the_same_in_every_batch(name, monkeypatch, device):
     function, x = getattr(fused_softmax, name), torch.rand(16, 500).to(device)
