@@ -1,8 +1,8 @@
 """Which calls take another kernel in another batch on an H100, which need not be here: this script prints them as JSON.
 
 A kernel is all that Triton compiles: its Spec, its warps, and what it sees of addresses, strides and numbers. Where one
-is launched for every batch, with another grid, a row of it has the same bits. With "ptx" kernels are what they compile
-to, which takes a second each, for the widths that follow or for some.
+is launched for every batch, with another grid, a row of it has the same bits. With "ptx" it compiles the kernels, which
+takes a second each, and compares their instructions. The widths may follow; without them it takes a few.
 """
 
 import json

@@ -14,7 +14,7 @@ collect_ignore = ["peers"]  # what runs other projects' tests; test_peers_runner
 
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
-# torch's own takes a millisecond to write down where it was called, once for each kind of accelerator.
+# torch.manual_seed notes where it was called, once for each kind of accelerator, which takes a millisecond.
 SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 # A mark of what kernels must compute.
 kernels = pytest.mark.skipif(
@@ -30,11 +30,11 @@ def device() -> str:
 
 def pytest_configure(config):
     products.QUICK = "not exhaustive" in config.option.markexpr
-    gc.disable()  # until all tests are collected: a third of that would go into looking at what stays
+    gc.disable()  # until all tests are collected: the collector would take a third of that time, and free little
 
 
 def pytest_collection_finish():
-    gc.freeze()  # nor need a test wait for that again
+    gc.freeze()  # so that the collector does not look at the tests again
     gc.enable()
 
 

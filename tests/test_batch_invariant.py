@@ -309,7 +309,7 @@ def equal(found, wanted):
 
 
 def near_zero(n_rows, device):
-    """Rows of lse 0 to rounding: far from it, an lse has too few bits for the order of its sum to show."""
+    """Rows whose lse is 0 but for rounding. A greater lse has too few bits to show in which order it was summed."""
     x = peaked(n_rows, 2051)
     return (x - x.logsumexp(1, keepdim=True)).to(device)
 

@@ -20,7 +20,7 @@ interpreted = pytest.mark.skipif(not route.INTERPRET, reason="counts calls of th
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch):
-    gc.freeze()  # each measurement collects once, and what other tests have left takes it half a second
+    gc.freeze()  # each measurement collects garbage once: half a second if it looks at what other tests left
     monkeypatch.setattr(host, "ROUNDS", 1)
     monkeypatch.setattr(host, "MOST_CALLS", 1)
     threads = torch.get_num_threads()

@@ -67,7 +67,7 @@ def test_probabilities_of_any_magnitude_are_renormalised(scale, n_cols, filter, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("filter", [{"top_p": 0.3}, {"top_k": 500}, {"top_k": 64}], ids=str)
 def test_of_equal_probabilities_the_lowest_columns_are_kept(filter, dtype, device):
-    """Far below 1, where a logarithm in float32 has no room for such ties and for what is close to them."""
+    """Equal probabilities, and close ones, far below 1: in float32 their logarithms would all be the same."""
     p = torch.full((3, 9000), 1 / 9000)
     p[1, ::2] = 0.0
     p[2] += torch.arange(9000) % 7 * 2.0**-36
@@ -77,8 +77,8 @@ def test_of_equal_probabilities_the_lowest_columns_are_kept(filter, dtype, devic
     assert_close(found, reference.renorm_probs(p, **filter), rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def test_so_many_columns_that_sums_would_overflow_are_torchs(device):
-    """Weights of up to 2^40 units, 2^23 times."""
+def test_rows_whose_sums_would_overflow_are_torchs(device):
+    """2^23 weights of up to 2^40 units each add up to more than int64 holds."""
     x = torch.zeros(1, 2**23, device=device)
     with fused_softmax.explain() as explained:
         y = fused_softmax.min_p_mask_logits(x, 0.5)

@@ -275,7 +275,7 @@ def check_trainer(name, folder):
     check_alike(make, seam, BY[seam], folder, **options)
 
 
-def test_the_trainers_that_most_use_train_as_by_trls_own(tmp_path):
+def test_common_trainers_train_as_by_trls_own(tmp_path):
     for name in ("SFT", "DPO", "GRPO", "GKD"):
         check_trainer(name, tmp_path / name)
 

@@ -118,7 +118,7 @@ def test_masks_and_numbers_of_rows(verify, device):
 @pytest.mark.parametrize("bits", [None, "sequences", "rows"])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}], ids=str)
 def test_masks_of_sequences(verify, told, bias, bits, filters, device):
-    """A row of a bias or of a bitmask may be one row's, a sequence's or all rows'."""
+    """A bias and a bitmask may have a row for each row or for each sequence, and a bias one for all."""
     n, k, n_cols = 4, 3, 70
     target, draft, tokens = rows_of(n, k, n_cols, torch.float32, device, seed=2)
     generator = torch.Generator().manual_seed(5)
@@ -313,7 +313,7 @@ def test_long_rows_are_renormalised_as_by_torch(name, number, device):
             reference.renorm_probs(each, **{name: number}),
         )
         apart = ((y > 0) != (wanted > 0)).any(1)
-        assert apart.sum() <= 2  # rows of a boundary that a sum meets but for 2^-24
+        assert apart.sum() <= 2  # rows where a sum is within 2^-24 of what top-p asks for
         torch.testing.assert_close(y[~apart], wanted[~apart], rtol=torch.finfo(each.dtype).eps, atol=0)
 
 

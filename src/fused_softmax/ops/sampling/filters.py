@@ -3,7 +3,7 @@
 The result for a row is the same in every batch, and nothing waits for the device. Autograd differentiates all of them,
 by what they keep: which columns these are has no gradient.
 
-All of them have kernels. That of which a gradient is wanted is made of torch's operations.
+All of them have kernels. Where a gradient is wanted, torch's operations compute them.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Launches that judge rows: what filters keep of each, and its mass. And those that write what is kept of each."""
+"""Launches that judge rows: they find what filters keep of each row, and its mass. Others write what is kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,8 +55,8 @@ class Rows:
 class Judging:
     """Judges rows [n_rows, n_cols] of logits, or of probabilities, like those that it was prepared for.
 
-    of_probs: by the logarithms of probabilities. linear: by probabilities as they are. masks: whether what is kept is
-    asked for, and not its mass; also for rows that have no distribution.
+    of_probs: whether rows are probabilities, judged by their logarithms. linear: whether they are probabilities, judged
+    as they are. masks: whether a call needs what is kept and not its mass, also of rows that have no distribution.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int
 
 
 def prepare_filter(rows: Tensor, filter: str, number: Number, of_probs: bool) -> Callable[[Tensor, Number], Tensor]:
-    """What gives `reference.mask_logits` of rows like these by one filter: call(rows, the number of the filter).
+    """What applies one filter to rows like these, as `reference.mask_logits` does: call(rows, the filter's number).
 
-    of_probs: `reference.renorm_probs` instead.
+    of_probs: as `reference.renorm_probs` does.
     """
     (n_rows, n_cols), dtype, empty = rows.shape, rows.dtype, allocator(rows.device)
     shape, strides = (n_rows, n_cols), (n_cols, 1)

@@ -30,7 +30,7 @@ from fused_softmax.ops.sampling.options import Sampling
 from fused_softmax.ops.sampling.plan import DrawPlan, plan_draws
 from fused_softmax.ops.sampling.reference import SampleOutput, unpacked
 
-MOST_COLUMNS = 2**23 - 1  # their weights, of 2 ** 40 each, add up in int64
+MOST_COLUMNS = 2**23 - 1  # the sum of their weights, of at most 2 ** 40 each, fits in int64
 _COLUMNS = 2**24  # a column's number and its logit share 56 bits
 _DRAWS = 2  # the use of slots
 _UNIT, STRETCH = 2.0**40, 1024  # ops/sampling/kernels/common.py

@@ -80,7 +80,7 @@ def prepare_sample(
 
 
 def _of_draws(mask: Tensor | None, n_draws: int) -> Tensor | None:
-    """A row of a bias or a bitmask for each draw, also where several draws share one."""
+    """A bias or a bitmask with a row for each draw. A row that several draws share is repeated."""
     if mask is None or mask.ndim == 1 or mask.shape[0] == n_draws:
         return mask
     return mask.repeat_interleave(n_draws // mask.shape[0], 0)

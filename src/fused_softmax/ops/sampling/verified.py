@@ -289,7 +289,7 @@ def flattened(logits: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _shared_masks(mask: Tensor | None) -> Tensor | None:
-    """A mask of columns, of sequences or of rows, whose rows the draws of a sequence share where it is of sequences."""
+    """A mask of columns, of sequences or of rows, as draws read it. All draws of a sequence may share one row."""
     if mask is None or mask.ndim < 3:
         return mask
     return mask.squeeze(1) if mask.shape[1] == 1 else mask.flatten(0, 1)

@@ -253,7 +253,7 @@ def power_for(m):
 def units_of_8(weight, K: tl.constexpr):
     """The sums of rows of 8 weights, in units. Of fp32 probabilities each weight is rounded to the nearest unit.
 
-    Sums of fewer bits are as exact in fp32 as results of so many bits have to be.
+    Others are added up in fp32, which is exact enough for logits and for results of 16 bits.
     """
     if K.linear and K.grain_bits == 0:
         return tl.sum((weight * UNIT + 0.5).to(tl.int64), axis=1)

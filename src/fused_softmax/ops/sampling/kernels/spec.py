@@ -25,7 +25,7 @@ class SampleSpec:
     is sought.
     of_probs: whether probabilities are read, and their logarithms are the logits. linear: whether probabilities are
     read and judged as they are, and stand wherever logits do: logarithms in fp32 would make ties of close ones.
-    sums: whether what finds a low boundary also says what is kept from it on; not where min-p may keep less.
+    sums: whether the launch that finds a low boundary also adds up what is kept; not where min-p may keep less.
     masks: whether what is kept is written, also for rows that cannot be drawn from; `valid` then says which rows are
     not NaN.
     grain_bits: the low bits of a logit's order, if they follow from the others: 16-bit logits have fewer orders than

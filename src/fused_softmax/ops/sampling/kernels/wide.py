@@ -260,7 +260,7 @@ def _bound(
 
 @triton.jit
 def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.constexpr):
-    """(the code of the last logit that top-k and top-p keep, the mass of all these, whether it is of the list's n).
+    """(the code of the last logit that top-k and top-p keep, the mass of what they keep, whether the list has it).
 
     The mass is 0 without K.sums.
     """
