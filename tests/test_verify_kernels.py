@@ -119,7 +119,7 @@ def test_masks_and_numbers_of_rows(verify, device):
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}], ids=str)
 def test_masks_of_sequences(verify, told, bias, bits, filters, device):
     """A bias and a bitmask may have a row for each row or for each sequence, and a bias one for all."""
-    n, k, n_cols = 4, 3, 70
+    n, k, n_cols = 5, 3, 70
     target, draft, tokens = rows_of(n, k, n_cols, torch.float32, device, seed=2)
     generator = torch.Generator().manual_seed(5)
     shapes = {"columns": (), "sequences": (n,), "rows": (n, k + 1)}

@@ -787,7 +787,9 @@ _KNOWN: dict[Any, Callable[[Deferred], Any]] = {
 def is_recorded() -> bool:
     """Whether torch.export, torch.jit or make_fx records a graph of the pass. Its outputs have to be plain tensors."""
     if is_compiling():
-        return torch.compiler._is_exporting_flag  # is_exporting() of torch 2.11 is true in all compiled code
+        # is_exporting() of torch 2.11 is true in all compiled code.
+        flag = getattr(torch.compiler, "_is_exporting_flag", None)
+        return torch.compiler.is_exporting() if flag is None else flag
     return torch.jit.is_tracing() or get_proxy_mode() is not None
 
 

@@ -147,7 +147,7 @@ def _launches(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int
     return launches
 
 
-def prepare_filter(rows: Tensor, filter: str, number: Number, of_probs: bool) -> Callable[[Tensor, Number], Tensor]:
+def prepare_filter(rows: Tensor, filter: str, number: Number, linear: bool) -> Callable[[Tensor, Number], Tensor]:
     """What applies one filter to rows like these, as `reference.mask_logits` does: call(rows, the filter's number).
 
     of_probs: as `reference.renorm_probs` does.
@@ -157,7 +157,7 @@ def prepare_filter(rows: Tensor, filter: str, number: Number, of_probs: bool) ->
     turns = _turns(rows, _filtering(filter, number))
     y = empty(shape, strides, dtype)
     writes = {
-        here.stop - here.start: _prepare_turn(rows[here], filter, _of_turn(number, here), y[here], of_probs)
+        here.stop - here.start: _prepare_turn(rows[here], filter, _of_turn(number, here), y[here], linear)
         for here in (*turns[:1], *turns[-1:])
     }
     if len(turns) == 1:
@@ -199,11 +199,11 @@ def _of_turn(number: Number, here: slice) -> Number:
 
 
 def _prepare_turn(
-    rows: Tensor, filter: str, number: Number, y: Tensor, of_probs: bool
+    rows: Tensor, filter: str, number: Number, y: Tensor, linear: bool
 ) -> Callable[[Tensor, Number, Tensor], Tensor]:
     from fused_softmax.ops.sampling.kernels.judged import _write_kept
 
-    judge = Judging(rows, given := _filtering(filter, number), linear=of_probs, masks=not of_probs)
+    judge = Judging(rows, given := _filtering(filter, number), linear=linear, masks=not linear)
     plan, judged = judge.plan, judge.like(rows, given)
     tensors = judged.scratch, judged.valid, judged.tensors["logits"], y
     scalars = judge.strides, rows.shape[0], plan.n_cols, plan.wide_parts, plan.wide_stretches
