@@ -450,9 +450,6 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
     },
     "sample.md": {
         **{f"| {n} x {vocab} |": draws((each, n, vocab) for each in FILTERS) for n, vocab in DRAWS},
-        "**The sum by which probabilities": [
-            source("ops/sampling/kernels/common.py", "# 2 ** 40: a weight of 1 as an integer"),
-        ],
         "**The memory of the kernels** beside": [
             computed("src/fused_softmax/ops/sampling/turns.py", more_notes, lambda: turns._MOST_BYTES / MI),
             *measured("sampling", "16 MiB of notes; drafts have 38 MiB, by top-p 59."),

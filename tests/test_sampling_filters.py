@@ -10,7 +10,7 @@ from transformers.generation import logits_process
 
 import fused_softmax
 from fused_softmax import penalize
-from fused_softmax.ops.sampling import reference, turns
+from fused_softmax.ops.sampling import operators, reference, turns
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FILTERS = [("top_k", 1), ("top_k", 7), ("top_k", 0), ("top_p", 0.3), ("top_p", 0.9), ("top_p", 1.0), ("min_p", 0.1)]
@@ -83,6 +83,16 @@ def test_rows_whose_sums_would_overflow_are_torchs(device):
     with fused_softmax.explain() as explained:
         y = fused_softmax.min_p_mask_logits(x, 0.5)
     assert (explained[0].route, torch.equal(x, y)) == ("composed", True)
+
+
+def test_an_operator_leaves_so_many_columns_to_torch(monkeypatch, device):
+    """Whoever calls the operator itself, as a graph of other rows does, has asked for no shape."""
+    x = torch.randn(3, 40, device=device)
+    draw = torch.compile(lambda x: fused_softmax.sample(x, top_p=0.5, seed=1).tokens, backend="eager")
+    wanted = draw(x)
+    monkeypatch.setattr(operators, "MOST_COLUMNS", 39)
+    monkeypatch.setattr(operators, "draws_of", None)
+    assert torch.equal(draw(x), wanted)
 
 
 @pytest.mark.parametrize("name", ["top_k_mask_logits", "top_p_mask_logits", "min_p_mask_logits", "top_k_renorm_probs"])

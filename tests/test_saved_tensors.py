@@ -118,7 +118,7 @@ def over_ranks(group):
     }
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the ranks' tensors are a CPU's")
+@pytest.mark.skipif(not INTERPRETED, reason="the ranks have tensors of a CPU, which only the interpreter runs")
 def test_saved_tensors_at_other_strides_over_ranks(ranks):
     for found in ranks.values(2, over_ranks):
         for of, (wanted, ours) in found.items():

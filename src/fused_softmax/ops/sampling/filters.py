@@ -90,8 +90,9 @@ def top_k_renorm_probs(probs: Tensor, top_k: int | Tensor) -> Tensor:
     top_k: an int, or int64 or int32 [] or [n_rows]; at most 0, or at least vocab: all are kept.
 
     Returns a new tensor of the probabilities' shape and dtype, rounded once. The kernels' sum of a row is off by less
-    than n_cols * 2^-40 times its greatest probability. A row is NaN if it has a NaN, an inf, a negative or nothing
-    above 0. Rows in which fewer than top_k columns are above 0 take long.
+    than n_cols * 2^-39 times its greatest probability, and that of 16-bit ones by less than 2^-22 of itself more. A row
+    is NaN if it has a NaN, an inf, a negative or nothing above 0. Rows in which fewer than top_k columns are above 0
+    take long.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
     >>> top_k_renorm_probs(torch.tensor([[0.25, 0.25, 0.5]]), 2)
@@ -107,8 +108,9 @@ def top_p_renorm_probs(probs: Tensor, top_p: float | Tensor) -> Tensor:
     top_p: a number above 0, or a float tensor [] or [n_rows], which counts as float32; at least 1: all are kept.
 
     Returns a new tensor of the probabilities' shape and dtype, rounded once; of equals at the boundary the lowest
-    columns are kept. The kernels' sum of a row is off by less than n_cols * 2^-40 times its greatest probability. A row
-    is NaN if it has a NaN, an inf, a negative, nothing above 0, or a top_p of 0 or less.
+    columns are kept. The kernels' sum of a row is off by less than n_cols * 2^-39 times its greatest probability, and
+    that of 16-bit ones by less than 2^-22 of itself more. A row is NaN if it has a NaN, an inf, a negative, nothing
+    above 0, or a top_p of 0 or less.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
     >>> top_p_renorm_probs(torch.tensor([[0.125, 0.25, 0.625]]), 0.75)

@@ -7,6 +7,7 @@ import torch
 
 from fused_softmax.core.route import on_device
 from fused_softmax.ops.sampling import reference
+from fused_softmax.ops.sampling.launches import MOST_COLUMNS
 from fused_softmax.ops.sampling.one_device import draws_of
 from fused_softmax.ops.sampling.options import Sampling
 
@@ -22,7 +23,7 @@ _DTYPES = torch.int64, torch.bool, torch.float32, torch.float32, torch.int64, to
 def sample(logits, seed, position, *given):
     options = Sampling.of_traced(given)
     with torch._C.DisableTorchFunction():  # a mode of functions has seen the call
-        if on_device(logits):
+        if on_device(logits) and logits.shape[1] <= MOST_COLUMNS:
             found = tuple(draws_of(logits, options, seed, position))
         else:
             found = tuple(reference.sample(logits, seed, position, **options.options()))
