@@ -35,7 +35,7 @@ demo: $(DEMO_ENV)
 presets: $(ENV)
 	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PY) -m fused_softmax.trace.presets
 
-# Four to seven minutes on two cores. One process cannot both interpret and compile kernels, so the suite runs as two.
+# Three to four minutes on two cores. One process cannot both interpret and compile kernels, so the suite runs as two.
 test: $(ENV)
 	PYTHONPATH=src FUSED_SOFTMAX_INTERPRET=1 $(PYTEST) -m "$(INTERPRETED) and not guard"
 	PYTHONPATH=src $(PYTEST) -m "$(COMPILED) and not guard"

@@ -136,6 +136,7 @@ def test_triton_is_asked_for_on_linux_alone():
     assert triton.endswith("platform_system == 'Linux'")
 
 
+@pytest.mark.guard  # it waits for five seconds
 def test_what_is_too_late_ends_with_all_that_it_began(tmp_path):
     """pip for another interpreter began a process that still wrote into a folder while it was removed."""
     writes = "import time\nwhile True: open('alive', 'a').write('.'); time.sleep(0.01)"

@@ -101,6 +101,7 @@ def compiled_of_drafts(target, dtype, top_p=None, min_p=None, verify="chain", to
     return {name: launch.compile(target) for name, launch in found.items()}
 
 
+@pytest.mark.guard  # a case takes ten seconds
 @pytest.mark.parametrize("call", VERIFIED)
 def test_registers_of_verification(call):
     given, most = VERIFIED[call]
