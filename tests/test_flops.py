@@ -82,7 +82,8 @@ def test_a_linear_loss_of_probabilities_is_counted(device):
     g, _ = layer(device)
     target = torch.full((N, CLASSES), 1 / CLASSES, device=device)
     found, _ = count(lambda: fused_softmax.linear_cross_entropy(g["x"], g["w"], target))
-    assert found == [PRODUCT, 3 * PRODUCT]  # whose backward pass makes the logits again
+    again = INTERPRETED or device == "cuda"  # the backward pass of kernels makes the logits again
+    assert found == [PRODUCT, (3 if again else 2) * PRODUCT]
 
 
 SHAPES = {
