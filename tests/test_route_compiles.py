@@ -20,7 +20,7 @@ LOSSES = {"return_aux_loss": True, "return_z_loss": True}
 BIAS = torch.zeros(256)
 V3 = {"score": "sigmoid", "bias": BIAS, "n_groups": 8, "groups_kept": 4, "scale": 2.5, **PLAIN}
 # Rows, experts, k, options, and how many registers a thread takes at most. With 64 all programs of a plan
-# with sums are resident at once; Triton 3.9 takes more.
+# with sums are resident at once; Triton 3.9 takes more. In fp32 a few numbers are spilled.
 CALLS = {
     "64 experts": (16384, 64, 6, PLAIN, 40),
     "128 experts": (16384, 128, 8, PLAIN, 40),
@@ -34,10 +34,10 @@ CALLS = {
     "losses": (16384, 256, 8, LOSSES, 64),
     "losses of 512 experts": (16384, 512, 10, LOSSES, 128),
     "losses of sequences": (16384, 256, 8, LOSSES | {"sequence_length": 4096, "score": "sigmoid"}, 64),
-    "losses by groups": (16384, 256, 8, LOSSES | V3, 96),
+    "losses by groups": (16384, 256, 8, LOSSES | V3, 104),
     "losses of 64 experts": (16384, 64, 6, LOSSES, 56),
     "losses of 128 experts": (16384, 128, 8, LOSSES, 64),
-    "losses of 2304 experts": (8192, 2304, 36, LOSSES, 128),
+    "losses of 2304 experts": (8192, 2304, 36, LOSSES, 255),
 }
 
 
@@ -68,7 +68,7 @@ def test_registers_of_routing(call, dtype):
     binary = forward_of("sm_90", *sizes, dtype)
     sums = Routing(k=1, **sizes[3]).sums
     newer = sums and not triton.__version__.startswith("3.6.")
-    assert binary.stack_bytes <= (MOST_SPILLED if newer else 8 if sums and dtype == torch.float32 else 0)
+    assert binary.stack_bytes <= (MOST_SPILLED if newer else 32 if sums and dtype == torch.float32 else 0)
     assert dtype == torch.float32 or binary.registers <= most + 32 * newer
     assert "redux.sync" in binary.ptx
     if not sums:
