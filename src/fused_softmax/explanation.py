@@ -60,6 +60,7 @@ _CALLS: tuple[tuple[Any, str, str | None, tuple[str, str] | None], ...] = (
     (cross_entropy, "_cross_entropy", "cross_entropy", None),
     (cross_entropy, "_of_shards", "cross_entropy", _OVER_A_GROUP),
     (linear_cross_entropy, "_linear_cross_entropy", "linear_cross_entropy", None),
+    (linear_cross_entropy, "_of_shards", "linear_cross_entropy", _OVER_A_GROUP),
     (log_prob, "_log_prob", "log_prob", None),
     (log_prob, "_of_shards", "log_prob", _OVER_A_GROUP),
     (linear_log_prob, "_linear_log_prob", "linear_log_prob", None),
@@ -97,7 +98,6 @@ _SETTLING: tuple[tuple[Any, str, tuple[str, str]], ...] = (
     (speculative, "draws_on_shards", _OF_DTENSORS),
     (speculative, "_own_tokens", _DRAWN),
     (sampling_filters, "rows_on_shards", _OF_DTENSORS),
-    (linear_cross_entropy, "shards_of", _OVER_A_GROUP),
     (patch, "loss_as_aten", (SHARDED, "the input is a DTensor")),
 )
 # What a call goes through whose result has a `reason` to add.

@@ -7,8 +7,7 @@ linear_weight's gradient. If chunks would be many and short, blocks of classes t
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,7 +87,7 @@ from fused_softmax.ops.losses.steps import (
 from fused_softmax.ops.losses.sums import finish, totals_of
 from fused_softmax.ranks.dtensor import as_dtensor
 from fused_softmax.ranks.gather import peers_of, told_by
-from fused_softmax.ranks.groups import Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
+from fused_softmax.ranks.groups import Over, Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # which PyTorch may be built without
@@ -190,179 +189,251 @@ def linear_cross_entropy(
         "weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
         "softcap": softcap, "scale": scale, "lse_square_scale": lse_square_scale,
     }  # fmt: skip
-    return _linear_cross_entropy(
-        input, linear_weight, target, linear_bias, options, dtype, wanted, chunk_size, accumulate, skip_ignored,
-        over_of(group, n_classes, shard_sizes, transport), input_sharded, key,
-    )  # fmt: skip
+    how = {
+        "wanted": wanted, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": bool(skip_ignored),
+    }  # fmt: skip
+    if alone:
+        return _linear_cross_entropy(input, linear_weight, target, linear_bias, options, how, dtype, key)
+    over = over_of(group, n_classes, shard_sizes, transport)
+    return _of_shards(input, linear_weight, target, linear_bias, options, how, dtype, over, bool(input_sharded))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A checked call: its tensors, of which products are made, and what it asks of them.
+
+    w, bias: over a group, of this rank's classes. dtype: of the losses that are returned.
+    """
+
+    input: Tensor
+    w: Tensor
+    bias: Tensor | None
+    target: Tensor
+    loss: Loss
+    dtype: torch.dtype
+    wanted: Wanted
+    chunk_size: int | None
+    accumulate: str
+    skip_ignored: bool
+
+    @property
+    def probabilities(self) -> bool:
+        return self.target.is_floating_point()
+
+    @property
+    def ignored(self) -> Tensor | None:
+        """Of each row, whether it is left out, so that its lse is 0, whoever computes it; None if lse needs no 0."""
+        if self.probabilities or not (self.skip_ignored and self.wanted.lse):
+            return None
+        return self.target.long() == self.loss.ignore_index
+
+    def for_kernels(self) -> "_Call":
+        """The same, with the classes' weight as kernels read it."""
+        if self.loss.weight is None:
+            return self
+        weight: Any = weight_for_kernels(self.loss.weight, self.input)
+        return replace(self, loss=replace(self.loss, weight=weight.resolve_neg()))
+
+
+def _checked(
+    input, linear_weight, target, linear_bias, options, how: dict[str, Any], dtype, over: Over | None = None,
+    input_sharded: bool = False,
+) -> _Call:  # fmt: skip
+    """options: of the loss. how: the last fields of _Call."""
+    check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"])
+    cast = autocast.lowered_dtype(_NAME, input)
+    if cast is not None:
+        input, linear_weight = input.to(cast), linear_weight.to(cast)
+        linear_bias = None if linear_bias is None else linear_bias.to(cast)
+    if over is not None:
+        linear_weight = own_classes(_NAME, "linear_weight", linear_weight, over.group)
+        linear_bias = own_classes(_NAME, "linear_bias", linear_bias, over.group)
+    columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
+    if over is not None and input_sharded:
+        leading = leading_of_all(_NAME, input, target, over.group)
+    check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), _for_cross_entropy(target))
+    loss = loss_of(_NAME, input, target, columns, dtype, how["wanted"].stats, **options)
+    return _Call(input, linear_weight, linear_bias, target, loss, dtype_of_loss(_NAME, input, target, dtype), **how)
+
+
+def _for_cross_entropy(x: Any) -> Any:
+    """Probabilities, or logits, of all classes as cross_entropy takes them: the class dim at 1. Other targets as is."""
+    return x.movedim(-1, 1) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2 else x
 
 
 def _linear_cross_entropy(
-    input, linear_weight, target, linear_bias, options, dtype, wanted, chunk_size, accumulate, skip_ignored, over,
-    input_sharded, key,
-):  # fmt: skip
-    weight, ignore_index, reduction = options["weight"], options["ignore_index"], options["reduction"]
-    group, n_classes, _, transport = over
-    over_group = input_sharded or any(each is not None for each in over)
-    with Refusing(_NAME, over, input, linear_weight, target) if over_group else nullcontext():
-        if over_group:
-            check_over(_NAME, over, input, target, weight)
-        check_layer(_NAME, input, linear_weight, linear_bias, chunk_size, accumulate)
-        cast = autocast.lowered_dtype(_NAME, input)
-        if cast is not None:
-            input, linear_weight = input.to(cast), linear_weight.to(cast)
-            linear_bias = None if linear_bias is None else linear_bias.to(cast)
-        if over_group:
-            linear_weight = own_classes(_NAME, "linear_weight", linear_weight, group)
-            linear_bias = own_classes(_NAME, "linear_bias", linear_bias, group)
-        columns, leading = linear_weight.shape[0], tuple(input.shape[:-1])
-        if input_sharded:
-            leading = leading_of_all(_NAME, input, target, group)
-        of_target = target  # as cross_entropy takes it: the class dim at 1
-        if isinstance(target, Tensor) and target.is_floating_point() and target.ndim > 2:
-            of_target = target.movedim(-1, 1)
-        check_logits(_NAME, "logits", input.dtype, (*leading[:1], columns, *leading[1:]), of_target)
-        loss = loss_of(_NAME, input, target, columns, dtype, wanted.stats, **options)
-        if over_group:
-            if target.is_floating_point() and lacks(loss):
-                raise ValueError(f"{_NAME}: {lacks(loss)}")
-            sizes = sizes_of(_NAME, over, columns)
-            if not target.is_floating_point() and checks_values(input, target):
-                check_targets_of_all(_NAME, target, sizes, over, ignore_index)
-    shards, probabilities = None, target.is_floating_point()
-    if over_group:
-        alike = {
-            "operation": _NAME, "dtype": input.dtype, "weight_dtype": linear_weight.dtype,
-            "in_features": input.shape[-1], **loss.asked(),
-            "statistics": loss.stats, "chunk_size": chunk_size, "accumulate": accumulate, "skip_ignored": skip_ignored,
-            "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
-            "weight_requires_grad": needs_grad(linear_weight),
-            "probabilities": (target.dtype, needs_grad(target)) if probabilities else None,
-        }  # fmt: skip
-        of_all = None if probabilities else target  # of probabilities, each rank has its own
-        shards = shards_of(_NAME, sizes, input.shape[:-1].numel(), over, input.device, alike, of_all)
-        peers = peers_of(_NAME, transport, group, input, linear_weight, target)
-        if peers is not None:  # the backend too makes collectives, which a rank must not make alone
-            peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape[:1], *alike.items()))
-        shards = told_by(peers, _NAME, shards)
-        if input_sharded:
-            input = GatheredRows.apply(input, shards, _NAME)
-        if shards.held < columns:  # padding may be anything, so no product includes it
-            linear_weight = linear_weight[: shards.held]
-            linear_bias = None if linear_bias is None else linear_bias[: shards.held]
-    n_classes = columns if shards is None else shards.n_classes
-    left_out = skip_ignored and wanted.lse and not target.is_floating_point()
-    ignored = target.long() == ignore_index if left_out else None  # whose lse is 0, whoever computes it
-    result_dtype = dtype_of_loss(_NAME, input, target, dtype)
-    given = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    input, linear_weight, target, linear_bias, options, how, dtype, key
+) -> Tensor | CrossEntropyOutput:
+    """A call without a group. key: to keep it by, if it may be kept."""
+    weight = options["weight"]
+    call = _checked(input, linear_weight, target, linear_bias, options, how, dtype)
+    given = {"input": call.input, "linear_weight": call.w, "linear_bias": call.bias}
     mesh = mesh_of_loss(_NAME, given, target, weight)
-    refused = refused_loss(input, result_dtype, target, loss)
-    whole = refused if mesh is None and shards is None else lacks(loss)
-    if chunk_size is not None and probabilities and whole:
+    refused = refused_loss(call.input, call.dtype, target, call.loss)
+    whole = refused if mesh is None else lacks(call.loss)
+    if call.chunk_size is not None and call.probabilities and whole:
         raise ValueError(
-            f"{_NAME}: chunk_size={chunk_size} takes no probabilities here, for which all logits exist at once: {whole}"
+            f"{_NAME}: chunk_size={call.chunk_size} takes no probabilities here, for which all logits exist at once: "
+            f"{whole}"
         )
-    if shards is None and not probabilities and checks_values(input, target):
-        check_targets(_NAME, target, n_classes, ignore_index)
+    if not call.probabilities and checks_values(call.input, target):
+        check_targets(_NAME, target, call.w.shape[0], call.loss.ignore_index)
     if mesh is not None:
-        input, linear_weight = as_dtensor(input, mesh), as_dtensor(linear_weight, mesh)
-        if probabilities and not whole:
-
-            def of_rank(x, w, bias, t, loss, shards):
-                return _of_probabilities(x, w, bias, t, loss, wanted, chunk_size, accumulate, shards)
-
-            return linear_loss_of_probabilities(
-                of_rank, input, linear_weight, linear_bias, target, loss, wanted, result_dtype
-            )
-        if probabilities:
-            bias = None if linear_bias is None else linear_bias.to(input.dtype)
-            logits = logits_on_shards(input, linear_weight.to(input.dtype), bias)
-            logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
-            return loss_of_whole_rows(cross_entropy, logits, of_target, None, loss, wanted, result_dtype)
-        return linear_loss_on_shards(
-            input, linear_weight, linear_bias, target, loss, wanted, result_dtype, chunk_size, accumulate, skip_ignored
-        )
-    empty = target.numel() == 0 or linear_weight.numel() == 0
-    tensors = [each for each in (input, linear_weight, target, linear_bias, weight) if each is not None]
-    refused, holds = ("there are no logits", "") if empty else (refused, "all logits" if shards is None else "")
+        return _of_dtensors(call, mesh, whole)
+    empty = target.numel() == 0 or call.w.numel() == 0
+    tensors = [each for each in (call.input, call.w, target, call.bias, weight) if each is not None]
+    refused, holds = ("there are no logits", "") if empty else (refused, "all logits")
     route = route_of(_NAME, *tensors, refused=refused, batches=False, holds=holds)
-    if shards is not None:
-        route = Route.KERNEL  # or what stands for kernels on a shard
-    if probabilities and route is not Route.COMPOSED:
-        y, lse, z = _of_probabilities(
-            input, linear_weight, linear_bias, target, loss, wanted, chunk_size, accumulate, shards,
-            not input_sharded, route is Route.OPERATOR,
-        )  # fmt: skip
-        return _output(y, lse, z, (), wanted, loss, input.shape[:-1], result_dtype, None)
-    if route is Route.OPERATOR:
-        # One operator, which gives the gradients beside the loss. A loop over chunks would be unrolled for one number
-        # of rows. A backward pass that made them from the loss alone would multiply by linear_weight once more.
-        asked = _asked(input, linear_weight, linear_bias)
-        y, _, _, _, lse, z, *stats = torch.ops.fused_softmax.linear_cross_entropy.default(
-            input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), linear_bias,
-            *loss.traced(), chunk_size, accumulate, asked, *(wanted[:3] if wanted.beside else ()),
-        )  # fmt: skip
-        stats = refusing(_NAME, STATISTICS, stats, y, LOSS) if wanted.stats else stats
-        return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
     if route is Route.COMPOSED:
-        logits = whole_logits(input, linear_weight, linear_bias, target, ignore_index)
-        logits = logits if logits.ndim < 3 else logits.movedim(-1, 1)
-        found: Any = composed(logits, of_target, loss, wanted, result_dtype, arithmetic_of(input), name=_NAME)
-        return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
-    if loss.weight is not None:
-        of_classes: Any = weight_for_kernels(loss.weight, input)
-        loss = replace(loss, weight=of_classes.resolve_neg())
-    if shards is None and not skip_ignored:
-        call = _prepare_call(
-            input, linear_weight, target, linear_bias, loss, wanted, result_dtype, chunk_size, accumulate
+        return _composed(call)
+    if call.probabilities:
+        return _of_probabilities(call, traced=route is Route.OPERATOR)
+    if route is Route.OPERATOR:
+        return _traced(call)
+    call = call.for_kernels()
+    if call.skip_ignored:
+        return _of_targets(call)
+    prepared = _prepare_call(call)
+    if key is not None and autocast.lowered_dtype(_NAME, input) is None:
+        keep(prepared, _NAME, key, input, linear_weight, target, linear_bias, weight)
+    numbers = tuple(options[each] for each in NUMBERS)
+    return prepared(call.input, call.w, target, call.bias, weight, numbers)
+
+
+def _of_shards(
+    input, linear_weight, target, linear_bias, options, how, dtype, over: Over, input_sharded: bool
+) -> Tensor | CrossEntropyOutput:
+    """A call whose classes lie over the ranks of a group."""
+    with Refusing(_NAME, over, input, linear_weight, target):
+        check_over(_NAME, over, input, target, options["weight"])
+        call = _checked(input, linear_weight, target, linear_bias, options, how, dtype, over, input_sharded)
+        input, w, loss = call.input, call.w, call.loss
+        if call.probabilities and lacks(loss):
+            raise ValueError(f"{_NAME}: {lacks(loss)}")
+        sizes = sizes_of(_NAME, over, w.shape[0])
+        if not call.probabilities and checks_values(input, target):
+            check_targets_of_all(_NAME, target, sizes, over, loss.ignore_index)
+    alike = {
+        "operation": _NAME, "dtype": input.dtype, "weight_dtype": w.dtype, "in_features": input.shape[-1],
+        **loss.asked(), "statistics": loss.stats, "chunk_size": call.chunk_size, "accumulate": call.accumulate,
+        "skip_ignored": call.skip_ignored, "input_sharded": input_sharded, "input_requires_grad": needs_grad(input),
+        "weight_requires_grad": needs_grad(w),
+        "probabilities": (target.dtype, needs_grad(target)) if call.probabilities else None,
+    }  # fmt: skip
+    of_all = None if call.probabilities else target  # of probabilities, each rank has its own
+    shards = shards_of(_NAME, sizes, input.shape[:-1].numel(), over, input.device, alike, of_all)
+    peers = peers_of(_NAME, over.transport, over.group, input, w, target)
+    if peers is not None:  # the backend too makes collectives, which a rank must not make alone
+        peers.agree(_NAME, (shards.sizes, shards.n_classes, input.shape, target.shape[:1], *alike.items()))
+    shards = told_by(peers, _NAME, shards)
+    if input_sharded:
+        call = replace(call, input=GatheredRows.apply(input, shards, _NAME))
+    if shards.held < w.shape[0]:  # padding may be anything, so no product includes it
+        call = replace(call, w=w[: shards.held], bias=None if call.bias is None else call.bias[: shards.held])
+    if call.probabilities:
+        return _of_probabilities(call, shards, summed=not input_sharded)
+    return _of_targets(call.for_kernels(), shards, summed=not input_sharded)
+
+
+def _of_dtensors(call: _Call, mesh: Any, whole: str) -> Tensor | CrossEntropyOutput:
+    """whole: why all logits exist at once, of probabilities; "" if they need not."""
+    x, w = as_dtensor(call.input, mesh), as_dtensor(call.w, mesh)
+    if not call.probabilities:
+        return linear_loss_on_shards(
+            x, w, call.bias, call.target, call.loss, call.wanted, call.dtype, call.chunk_size, call.accumulate,
+            call.skip_ignored,
         )  # fmt: skip
-        if key is not None and cast is None:
-            keep(call, _NAME, key, input, linear_weight, target, linear_bias, weight)
-        numbers = tuple(options[each] for each in NUMBERS)
-        return call(input, linear_weight, target, linear_bias, weight, numbers)
-    rows, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1).contiguous()
-    kept = counted(flat, ignore_index) if skip_ignored else None
+    if whole:
+        bias = None if call.bias is None else call.bias.to(x.dtype)
+        logits, target = (_for_cross_entropy(each) for each in (logits_on_shards(x, w.to(x.dtype), bias), call.target))
+        return loss_of_whole_rows(cross_entropy, logits, target, None, call.loss, call.wanted, call.dtype)
+
+    def of_rank(x, w, bias, target, loss, shards):
+        return _loss_of_probabilities(replace(call, input=x, w=w, bias=bias, target=target, loss=loss), shards)
+
+    return linear_loss_of_probabilities(of_rank, x, w, call.bias, call.target, call.loss, call.wanted, call.dtype)
+
+
+def _composed(call: _Call) -> Tensor | CrossEntropyOutput:
+    """By torch's operations, with all logits in memory."""
+    x, target, loss = call.input, call.target, call.loss
+    logits = _for_cross_entropy(whole_logits(x, call.w, call.bias, target, loss.ignore_index))
+    of_target, arithmetic = _for_cross_entropy(target), arithmetic_of(x)
+    found: Any = composed(logits, of_target, loss, call.wanted, call.dtype, arithmetic, name=_NAME)
+    ignored = call.ignored
+    return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
+
+
+def _traced(call: _Call) -> Tensor | CrossEntropyOutput:
+    """By one registered operator, which gives the gradients beside the loss.
+
+    A loop over chunks would be unrolled for one number of rows. A backward pass that made the gradients from the loss
+    alone would multiply by linear_weight once more.
+    """
+    x, wanted = call.input, call.wanted
+    y, _, _, _, lse, z, *stats = torch.ops.fused_softmax.linear_cross_entropy.default(
+        x.reshape(-1, x.shape[-1]), call.w, call.target.reshape(-1), call.bias, *call.loss.traced(), call.chunk_size,
+        call.accumulate, _asked(x, call.w, call.bias), *(wanted[:3] if wanted.beside else ()),
+    )  # fmt: skip
+    stats = refusing(_NAME, STATISTICS, stats, y, LOSS) if wanted.stats else stats
+    return _output(y, lse, z, stats, wanted, call.loss, call.target.shape, call.dtype, call.ignored)
+
+
+def _of_targets(call: _Call, shards: Shards | None = None, summed: bool = True) -> Tensor | CrossEntropyOutput:
+    """By kernels, of classes. shards: who has which; the weight then has this rank's.
+
+    summed: whether the input's gradient is summed over ranks.
+    """
+    rows, flat = call.input.reshape(-1, call.input.shape[-1]), call.target.reshape(-1).contiguous()
+    kept = counted(flat, call.loss.ignore_index) if call.skip_ignored else None
     if kept is not None:
         rows, flat = rows[kept], flat[kept]
     if shards is None:
-        how = _how_of(rows, linear_weight, linear_bias, loss, wanted, chunk_size, accumulate)
-        found = _apply(rows, linear_weight, linear_bias, flat, loss, how)
-        y, lse, z, *stats = found if wanted.beside else (found, None, None)
+        found = _apply(rows, call.w, call.bias, flat, call.loss, _how_of(rows, call))
+        y, lse, z, *stats = found if call.wanted.beside else (found, None, None)
     else:
-        asked = _asked(rows, linear_weight, linear_bias)
-        linear = linear_of(rows, linear_weight, chunk_size, accumulate, asked[1], shards.sizes)
-        over_ranks = OfCall(loss, linear, shards, result_dtype, summed=not input_sharded)
-        y, lse, z, *stats = LinearSharded.apply(rows, linear_weight, linear_bias, flat, over_ranks, asked)
+        asked = _asked(rows, call.w, call.bias)
+        linear = linear_of(rows, call.w, call.chunk_size, call.accumulate, asked[1], shards.sizes)
+        over_ranks = OfCall(call.loss, linear, shards, call.dtype, summed=summed)
+        y, lse, z, *stats = LinearSharded.apply(rows, call.w, call.bias, flat, over_ranks, asked)
     if kept is not None:
-        n = target.numel()
-        y, z = (each if each is None or reduction != "none" else spread(each, kept, n) for each in (y, z))
+        n, reduced = call.target.numel(), call.loss.reduction != "none"
+        y, z = (each if each is None or reduced else spread(each, kept, n) for each in (y, z))
         lse = None if lse is None else spread(lse, kept, n)
         stats = [spread(each, kept, n) for each in stats]
-    return _output(y, lse, z, stats, wanted, loss, target.shape, result_dtype, ignored)
+    return _output(y, lse, z, stats, call.wanted, call.loss, call.target.shape, call.dtype, call.ignored)
 
 
 def _of_probabilities(
-    input: Tensor, w: Tensor, bias: Tensor | None, target: Tensor, loss: Loss, wanted: Wanted, chunk_size: int | None,
-    accumulate: str, shards: Shards | None = None, summed: bool = True, traced: bool = False,
-) -> tuple[Tensor, Any, Any]:  # fmt: skip
-    """(the loss, lse and z-loss) by probabilities of all classes, or of this rank's; of rows [n] if not reduced.
+    call: _Call, shards: Shards | None = None, summed: bool = True, traced: bool = False
+) -> Tensor | CrossEntropyOutput:
+    """By kernels, of probabilities. shards, summed: as `_of_targets` has them. traced: by a registered operator."""
+    y, lse, z = _loss_of_probabilities(call, shards, summed, traced)
+    return _output(y, lse, z, (), call.wanted, call.loss, call.input.shape[:-1], call.dtype, None)
 
-    lse and z-losses are None if nothing needs them.
-    """
-    rows, options = input.reshape(prod(input.shape[:-1]), input.shape[-1]), Divergence.of_loss(loss)
-    of_classes = weight_for_kernels(loss.weight, input)
+
+def _loss_of_probabilities(
+    call: _Call, shards: Shards | None = None, summed: bool = True, traced: bool = False
+) -> tuple[Tensor, Any, Any]:
+    """(the loss, lse and z-loss) of rows [n] if not reduced. lse and z-losses are None if nothing needs them."""
+    w, bias, target, loss = call.w, call.bias, call.target, call.loss
+    rows, options = call.input.reshape(prod(call.input.shape[:-1]), call.input.shape[-1]), Divergence.of_loss(loss)
+    of_classes = weight_for_kernels(loss.weight, call.input)
     if shards is not None:  # of which the weight has no padding any more
         of_classes = None if of_classes is None else of_classes[: len(w)]
         target, of_classes = resolved(target[..., : len(w)], of_classes)
     # Not len, by which an export has one number of rows.
-    t, beside = target.reshape(rows.shape[0], w.shape[0]), wanted.beside or bool(loss.lse_square_scale)
+    t, beside = target.reshape(rows.shape[0], w.shape[0]), call.wanted.beside or bool(loss.lse_square_scale)
     if traced:
         y, lse = torch.ops.fused_softmax.linear_divergence.default(
-            rows, w, bias, t, None, None, *options.traced(), of_classes, loss.label_smoothing, chunk_size, accumulate,
-            *((True,) if beside else ()),
+            rows, w, bias, t, None, None, *options.traced(), of_classes, loss.label_smoothing, call.chunk_size,
+            call.accumulate, *((True,) if beside else ()),
         )  # fmt: skip
         return losses_of(y, lse if beside else None, loss, y.dtype)
     layers, reduction = Layers(rows, w, bias, t, weight=of_classes), "none" if beside else loss.reduction
-    y, lse = of_layers(_NAME, layers, options, None, reduction, chunk_size, accumulate, shards, summed, beside)
+    y, lse = of_layers(
+        _NAME, layers, options, None, reduction, call.chunk_size, call.accumulate, shards, summed, beside
+    )
     return losses_of(y, lse, loss, y.dtype) if beside else (y, None, None)
 
 
@@ -380,18 +451,16 @@ class _How(NamedTuple):
     steps: Steps | None = None
 
 
-def _prepare_call(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, loss: Loss, wanted: Wanted,
-    dtype: torch.dtype, chunk_size: int | None, accumulate: str,
-) -> Launched:  # fmt: skip
+def _prepare_call(of: _Call) -> Launched:
     """The call for tensors like these: call(input, linear_weight, target, linear_bias, weight, numbers of the loss)."""
-    of_target, features, is_flat = target.shape, input.shape[-1], input.ndim == 2
-    rows, alike = input.reshape(-1, features), replace(loss, weight=None)  # what is kept holds no tensor
-    how = _how_of(rows, linear_weight, linear_bias, loss, wanted, chunk_size, accumulate)
-    if keeps_logits(rows, how.linear, how.asked, loss):
+    of_target, features, is_flat = of.target.shape, of.input.shape[-1], of.input.ndim == 2
+    wanted, dtype = of.wanted, of.dtype
+    rows, alike = of.input.reshape(-1, features), replace(of.loss, weight=None)  # what is kept holds no tensor
+    how = _how_of(rows, of)
+    if keeps_logits(rows, how.linear, how.asked, of.loss):
         kind = Kind(alike, wanted, dtype, inplace=True, at_once=True)
-        logits = torch.empty(len(rows), len(linear_weight), dtype=input.dtype, device=input.device, requires_grad=True)
-        steps = functions_of(prepare_steps(kind, logits, target.reshape(-1).contiguous(), loss))
+        logits = torch.empty(len(rows), len(of.w), dtype=rows.dtype, device=rows.device, requires_grad=True)
+        steps = functions_of(prepare_steps(kind, logits, of.target.reshape(-1).contiguous(), of.loss))
         how = how._replace(kind=kind, steps=steps)
 
     def call(input, linear_weight, target, linear_bias, weight, numbers):
@@ -404,12 +473,10 @@ def _prepare_call(
     return Launched(call)
 
 
-def _how_of(
-    rows: Tensor, w: Tensor, bias: Tensor | None, loss: Loss, wanted: Wanted, chunk_size: int | None, accumulate: str
-) -> _How:  # fmt: skip
-    asked = _asked(rows, w, bias)
-    linear = linear_of(rows, w, chunk_size, accumulate, asked[1])
-    return _How(linear, asked if loss.reduction != "none" else [False] * 3, wanted)
+def _how_of(rows: Tensor, call: _Call) -> _How:
+    asked = _asked(rows, call.w, call.bias)
+    linear = linear_of(rows, call.w, call.chunk_size, call.accumulate, asked[1])
+    return _How(linear, asked if call.loss.reduction != "none" else [False] * 3, call.wanted)
 
 
 def _output(
