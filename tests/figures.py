@@ -277,9 +277,7 @@ ACROSS = "| bf16 8192 x 128256 | 561 | 519 |"
 
 SOURCES: dict[str, dict[str, list[Source]]] = {
     "README.md": {
-        "`make demo` took": measured(
-            "bench", "| little | 46 | 39 |", "| much | 104 | 88 |", "pip downloaded 234 MB.", "| 104 | 88 | 1.8 |"
-        ),
+        "`make demo` took": measured("bench", "| little | 34 |", "pip downloaded 234 MB.", "| 24 | 1.7 |"),
         "| softmax over any dim": [took("vocab", "softmax", (4096, 128256), f"{OWN} ms", "torch ms")],
         "| train a language model": [
             took("cross_entropy", "cross_entropy_gradient", (4096, 128256), f"{OWN} ms", f"{OWN} MiB beside",

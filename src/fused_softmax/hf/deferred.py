@@ -12,11 +12,13 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import cache
+from inspect import CO_VARARGS
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -220,7 +222,20 @@ def _has_hooks(head: nn.Module) -> bool:
     return any(bool(each) for each in _hooks(head))
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def _functions(base: Any = torch.autograd.Function) -> Iterator[Any]:
+    """All autograd.Functions that there are."""
+    for each in base.__subclasses__():
+        yield each
+        yield from _functions(each)
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    """What a frame's function was given, as far as its names have it still."""
+    code = frame.f_code
+    n = code.co_argcount + code.co_kwonlyargcount
+    several = code.co_varnames[n : n + bool(code.co_flags & CO_VARARGS)]
+    found = [frame.f_locals.get(name) for name in code.co_varnames[:n]]
+    return [*found, *(each for name in several for each in frame.f_locals.get(name, ()))]
 
 
 class Deferred:
@@ -466,14 +481,16 @@ class Deferred:
 
     def _check_function(self) -> None:
         """An autograd.Function that was given these has them without a gradient, and nothing else would say so."""
-        without = self.grad and not is_compiling() and not torch.is_grad_enabled()
-        frame: Any = sys._getframe(1) if without else None
+        if not self.grad or is_compiling() or torch.is_grad_enabled():
+            return
+        # By the code of their forward passes, because apply() has no frame from torch 2.14 on.
+        names = {getattr(each.forward, "__code__", None): each.__name__ for each in _functions()}
+        frame: Any = sys._getframe(1)
         while frame is not None:
-            if frame.f_code is _APPLY and any(map(self._is_or_comes_of, frame.f_locals["args"])):
-                name = frame.f_locals["cls"].__name__
+            if frame.f_code in names and any(map(self._is_or_comes_of, _arguments(frame))):
                 raise RuntimeError(
-                    f"{name}.apply() is given logits that are not made, of which it would have no gradient: give it "
-                    "logits.clone(), or undo() what hf.apply() has done"
+                    f"{names[frame.f_code]}.apply() is given logits that are not made, of which it would have no "
+                    "gradient: give it logits.clone(), or undo() what hf.apply() has done"
                 )
             frame = frame.f_back
 
