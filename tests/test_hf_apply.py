@@ -198,6 +198,23 @@ def test_values_and_tuples_hold_tensors(llama):
     torch.testing.assert_close(pickle.loads(pickle.dumps(output)).logits, wanted.logits)
 
 
+@pytest.mark.parametrize("first", ["the hook", "float"])
+def test_a_hook_of_16_bit_logits_hears_of_what_is_made_of_them(llama, first):
+    heard, removed, asked = [], [], []
+    for model in llama:
+        _, logits = model.bfloat16()(**inputs(), return_dict=False)[:2]
+        wide = logits.float() if first == "float" else None
+        logits.register_hook(heard.append)
+        handle = logits.register_hook(removed.append)
+        wide = logits.float() if wide is None else wide
+        asked += torch.autograd.grad(wide.square().mean(), logits, retain_graph=True)
+        handle.remove()
+        wide.square().mean().backward()
+    assert [len(heard), len(removed)] == [4, 2]
+    for found in (heard[:2], asked[:1]):
+        torch.testing.assert_close(found, [heard[2]] * len(found))
+
+
 def test_logits_read_after_a_step_raise(llama):
     model = llama[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
