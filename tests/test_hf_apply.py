@@ -74,6 +74,18 @@ def test_the_losses_of_trainer(llama, named):
     assert ran == LOSS
 
 
+@pytest.mark.parametrize("n", [None, 0, torch.tensor(0)])
+def test_a_step_of_which_no_label_counts_changes_nothing(llama, n):
+    """Its loss is NaN, and its gradients are 0, by which a Trainer goes on."""
+    given = inputs() | ({} if n is None else {"num_items_in_batch": n})
+    given["labels"].fill_(hf_applied.IGNORED)
+    for model in llama:
+        output = model(**given)
+        assert output.loss.isnan()
+        output.loss.backward()
+        assert all((each.grad == 0).all() for each in model.parameters())
+
+
 @kernels
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("chunks", [{}, {"chunk_size": 8, "accumulate": "input"}])
