@@ -145,6 +145,7 @@ READERS = {
     "a class is masked in place": _masked,
     "a negative number": lambda logits: (logits * -0.5).view(-1, VOCABULARY),
     "a tensor of factors": lambda logits: (logits * torch.linspace(1, 2, VOCABULARY)).view(-1, VOCABULARY),
+    "a number of NumPy's before": lambda logits: (np.float64(0.5) * logits).view(-1, VOCABULARY),
     "tanh alone": lambda logits: torch.tanh(logits).view(-1, VOCABULARY),
     "fewer classes": lambda logits: logits[..., :-1].reshape(-1, VOCABULARY - 1),
     "another order": lambda logits: logits.flip(-1).view(-1, VOCABULARY),

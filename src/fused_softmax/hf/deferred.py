@@ -241,6 +241,8 @@ class Deferred:
         "with_graph", "without", "hooks_by_id", "parameters", "inputs", "steps",
     )  # fmt: skip
 
+    __array_priority__ = Tensor.__array_priority__  # by which NumPy's numbers leave their products to these
+
     def __init__(self, head: Any, given: Tensor) -> None:
         self.head, self.given, self.rows = head, given, given
         self.device_type = given.device.type
