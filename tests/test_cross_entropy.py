@@ -289,6 +289,17 @@ def test_all_targets_ignored(reduction, device):
     torch.testing.assert_close(*found, equal_nan=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"inplace_backward": True}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("n_classes", [30, 9000])
+def test_a_sum_over_no_targets_has_a_gradient_of_0_whatever_it_is_divided_by(n_classes, options, device):
+    """As torch's: a step of training of which nothing counts divides by 0."""
+    x = peaked(4, n_classes).to(device).requires_grad_()
+    y = cross_entropy(x * 1, torch.full((4,), -100, device=device), reduction="sum", **options)
+    first = torch.autograd.grad(y / 0, x, retain_graph=True)
+    found = first if options.get("inplace_backward") else (*first, *torch.autograd.grad(y * torch.nan, x))
+    assert all((each == 0).all() for each in found)
+
+
 def test_a_gradient_of_one_element_is_scaled(device):
     """Its number is a constant of the kernel, which could not be converted: a CompilationError on GPUs."""
     x = torch.ones(1, 1, device=device, requires_grad=True)

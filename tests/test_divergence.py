@@ -394,6 +394,14 @@ def test_no_rows(shape, columns, device):
     assert leaf.grad.shape == leaf.shape
 
 
+@pytest.mark.parametrize("kind", ["kl", "jsd"])
+def test_a_sum_of_rows_of_weight_0_has_a_gradient_of_0_whatever_it_is_divided_by(kind, device):
+    x, y = (torch.randn(3, 64, device=device, requires_grad=i == 0) for i in range(2))
+    total = divergence(x, y, kind=kind, weight=torch.zeros(3, device=device), reduction="sum")
+    (total / 0).backward()
+    assert (x.grad == 0).all()
+
+
 LAYOUTS = {
     "one row for all": lambda x: x[:1].expand(6, -1),
     "every second column": lambda x: x.repeat_interleave(2, -1)[:, ::2],

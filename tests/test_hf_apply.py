@@ -74,6 +74,18 @@ def test_the_losses_of_trainer(llama, named):
     assert ran == LOSS
 
 
+@pytest.mark.parametrize("n", [None, 0, torch.tensor(0)])
+def test_a_step_of_which_no_label_counts_changes_nothing(llama, n):
+    """Its loss is NaN, and its gradients are 0, by which a Trainer goes on."""
+    given = inputs() | ({} if n is None else {"num_items_in_batch": n})
+    given["labels"].fill_(hf_applied.IGNORED)
+    for model in llama:
+        output = model(**given)
+        assert output.loss.isnan()
+        output.loss.backward()
+        assert all((each.grad == 0).all() for each in model.parameters())
+
+
 @kernels
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("chunks", [{}, {"chunk_size": 8, "accumulate": "input"}])
@@ -133,6 +145,7 @@ READERS = {
     "a class is masked in place": _masked,
     "a negative number": lambda logits: (logits * -0.5).view(-1, VOCABULARY),
     "a tensor of factors": lambda logits: (logits * torch.linspace(1, 2, VOCABULARY)).view(-1, VOCABULARY),
+    "a number of NumPy's before": lambda logits: (np.float64(0.5) * logits).view(-1, VOCABULARY),
     "tanh alone": lambda logits: torch.tanh(logits).view(-1, VOCABULARY),
     "fewer classes": lambda logits: logits[..., :-1].reshape(-1, VOCABULARY - 1),
     "another order": lambda logits: logits.flip(-1).view(-1, VOCABULARY),
@@ -196,6 +209,23 @@ def test_values_and_tuples_hold_tensors(llama):
     assert isinstance(found[1], torch.Tensor)
     torch.testing.assert_close(found[1] + 0, wanted.logits)
     torch.testing.assert_close(pickle.loads(pickle.dumps(output)).logits, wanted.logits)
+
+
+@pytest.mark.parametrize("first", ["the hook", "float"])
+def test_a_hook_of_16_bit_logits_hears_of_what_is_made_of_them(llama, first):
+    heard, removed, asked = [], [], []
+    for model in llama:
+        _, logits = model.bfloat16()(**inputs(), return_dict=False)[:2]
+        wide = logits.float() if first == "float" else None
+        logits.register_hook(heard.append)
+        handle = logits.register_hook(removed.append)
+        wide = logits.float() if wide is None else wide
+        asked += torch.autograd.grad(wide.square().mean(), logits, retain_graph=True)
+        handle.remove()
+        wide.square().mean().backward()
+    assert [len(heard), len(removed)] == [4, 2]
+    for found in (heard[:2], asked[:1]):
+        torch.testing.assert_close(found, [heard[2]] * len(found))
 
 
 def test_logits_read_after_a_step_raise(llama):

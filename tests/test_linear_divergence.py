@@ -326,3 +326,11 @@ def test_bad_input(changed, error, said):
     moved = {name: v.to(**WHERE) if isinstance(v, torch.Tensor) else v for name, v in changed.items()}
     with pytest.raises(error, match=f"linear_divergence: .*{said}"):
         linear_divergence(**given | moved)
+
+
+def test_a_sum_of_rows_of_weight_0_has_gradients_of_0_whatever_it_is_divided_by():
+    student, teacher = layers()
+    leaves = [each.requires_grad_() for each in student[:2]]
+    total = linear_divergence(*leaves, *teacher[:2], weight=torch.zeros(ROWS, **WHERE), reduction="sum")
+    for gradient in torch.autograd.grad(total / 0, leaves):
+        assert (gradient == 0).all()

@@ -260,6 +260,30 @@ def test_linear_gradients_are_0_where_all_targets_are_ignored(dtype, chunk_size,
         assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_linear_gradients_of_no_targets_are_0_whatever_the_loss_is_divided_by(chunk_size, reduction, dtype, device):
+    """As torch's; they were NaN."""
+    x = peaked(4, 6).to(dtype).to(device).requires_grad_()
+    w = peaked(9, 6).to(device).requires_grad_()
+    target = torch.full((4,), -100, device=device)
+    y = linear_cross_entropy(x, w.to(dtype), target, chunk_size=chunk_size, reduction=reduction)
+    for scaled in (y / 0, y * torch.nan):
+        for gradient in torch.autograd.grad(scaled, (x, w), retain_graph=True):
+            assert (gradient == 0).all()
+
+
+def test_compiled_linear_gradients_of_no_targets_are_0_whatever_the_loss_is_divided_by(device):
+    torch._dynamo.reset()
+    loss = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    x, w = (peaked(n, 6).to(device).requires_grad_() for n in (4, 9))
+    y = loss(x, w, torch.full((4,), -100, device=device), reduction="sum")
+    for gradient in torch.autograd.grad(y / 0, (x, w)):
+        assert (gradient == 0).all()
+    torch._dynamo.reset()
+
+
 def test_linear_of_no_features(device):
     x, w = torch.ones(3, 0, device=device), torch.ones(5, 0, device=device)
     y = linear_cross_entropy(x, w, targets(3, 5, device), linear_bias=torch.arange(5.0, device=device))

@@ -234,3 +234,17 @@ def test_the_gradient_of_rows_in_shards_is_scattered_and_not_told_to_all(ranks, 
         assert not any("all_reduce" in name or "allreduce" in name for name in sent)
         assert sum(count for name, count in sent.items() if "reduce_scatter" in name) == 1
     close(torch.cat([own for _, own in found]), x * sum(range(1, n + 1)))
+
+
+def gradients_of_no_targets(group, way):
+    by(way)
+    x = logits(4, 6).float().requires_grad_()
+    w = shard(logits(N_CLASSES, 6).float(), group, 0).requires_grad_()
+    y = linear_cross_entropy(x, w, torch.full((4,), -100), reduction="sum", **over(group))
+    return torch.autograd.grad(y / 0, (x, w))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_no_targets_are_0_whatever_the_loss_is_divided_by(ranks, way):
+    for found in ranks.values(2, gradients_of_no_targets, way):
+        assert all((each == 0).all() for each in found)

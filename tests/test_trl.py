@@ -474,6 +474,17 @@ def test_divergences_of_logits(beta, labelled, reduced):
         check_both(torch.float32, JSD, leaves=[student], **given, labels=torch.full_like(labels, -100), **reduced)
 
 
+def test_a_batch_of_which_no_label_counts_has_gradients_of_0():
+    student, teacher = numbers(2, 5, VOCABULARY), numbers(2, 5, VOCABULARY, seed=1).detach()
+    for way in (nullcontext, applied):
+        with way():
+            loss = gkd.GKDTrainer.generalized_jsd_loss(
+                student, teacher, labels=torch.full((2, 5), -100), num_items_in_batch=torch.tensor(0)
+            )
+        assert loss.isnan()
+        assert (torch.autograd.grad(loss, student)[0] == 0).all()
+
+
 def test_divergences_of_16_bit_logits():
     student, labels = numbers(2, 5, VOCABULARY, dtype=torch.bfloat16), torch.ones(2, 5, dtype=torch.int64)
     teacher = numbers(2, 5, VOCABULARY, seed=1, dtype=torch.bfloat16).detach()

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from inspect import CO_VARARGS
 from pathlib import Path
 from types import FrameType
@@ -241,6 +241,7 @@ def _arguments(frame: FrameType) -> list[Any]:
 class Deferred:
     """What stands for logits within a model's forward pass.
 
+    shown: whether a reader outside the model has got them, as Logits, so that there is one tensor of them.
     head, given: a linear layer and its input, as the model called it. layer: (weight, bias) that the head had. A
     parametrization makes them once, at that call. None where FSDP2 moves them, or a compiler traces them. rows: those
     of the input whose logits these are.
@@ -251,9 +252,11 @@ class Deferred:
 
     state = (
         "head", "given", "rows", "device_type", "autocast", "lowered", "made", "dtype", "parent", "step", "arguments",
-        "bias", "times", "over", "bounded", "cap", "layer", "n_classes", "grad", "within", "version", "with_graph",
-        "without", "hooks_by_id", "parameters", "inputs", "steps",
+        "bias", "times", "over", "bounded", "cap", "layer", "n_classes", "grad", "within", "shown", "version",
+        "with_graph", "without", "hooks_by_id", "parameters", "inputs", "steps",
     )  # fmt: skip
+
+    __array_priority__ = Tensor.__array_priority__  # by which NumPy's numbers leave their products to these
 
     def __init__(self, head: Any, given: Tensor) -> None:
         self.head, self.given, self.rows = head, given, given
@@ -280,6 +283,7 @@ class Deferred:
         self.with_graph: Tensor | None = None
         self.without: Tensor | None = None
         self.hooks_by_id: dict[int, Any] = OrderedDict()
+        self.shown = False
         # FSDP2 moves whole parameters, and its shards stay where they are.
         self.parameters = _seen([each.to_local() for each in own if _is_shard(each)] if moved else own)
         self.inputs = _seen([given])
@@ -328,7 +332,7 @@ class Deferred:
         found = type(self).__new__(type(self))
         for name in self.state:  # copy.copy() ends a graph of torch 2.11
             setattr(found, name, getattr(self, name))
-        found.hooks_by_id = OrderedDict()
+        found.hooks_by_id, found.shown = OrderedDict(), False
         found.parent, found.step, found.arguments = self, step, arguments
         for name, each in changed.items():
             setattr(found, name, each)
@@ -474,9 +478,6 @@ class Deferred:
         if was_shard and not _is_shard(self.head._parameters.get("weight")):
             self.head.reshard()
         self._keep(found, grad)
-        if grad:
-            for hook in self.hooks_by_id.values():
-                found.register_hook(hook)
         return found
 
     def _check_function(self) -> None:
@@ -504,6 +505,8 @@ class Deferred:
     def _keep(self, found: Tensor, grad: bool) -> None:
         if grad:
             self.with_graph = found
+            for key in self.hooks_by_id:
+                found.register_hook(partial(_heard, self.hooks_by_id, key))
         else:
             self.without = found
         self.version = version_of(found)
@@ -525,7 +528,7 @@ class Deferred:
         written = before is not None and then is not None and version_of(before) != then
         if before is None:
             before = self.parent._make(grad, keep)
-            if keep:
+            if keep or self.parent.shown:
                 self.parent._keep(before, grad)
         found = self.step(before, *self.arguments)
         if written and found.untyped_storage().data_ptr() != before.untyped_storage().data_ptr():
@@ -599,6 +602,11 @@ class Deferred:
 
 def _made(each: Any) -> Any:
     return each.tensor() if isinstance(each, Deferred) else each
+
+
+def _heard(hooks: dict[int, Any], key: int, gradient: Tensor) -> Any:
+    """What a hook says of a gradient, unless its handle has removed it."""
+    return hooks[key](gradient) if key in hooks else None
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -742,6 +750,7 @@ class Logits(Tensor):
             cls, deferred.shape, dtype=deferred.dtype, device=deferred.device, requires_grad=False
         )
         made.deferred = deferred
+        deferred.shown = True
         return made
 
     def __init__(self, deferred: Deferred) -> None:

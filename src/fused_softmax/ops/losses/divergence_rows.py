@@ -24,6 +24,7 @@ from fused_softmax.ops.losses.divergence_launches import (
     plan_held,
     prepare_forward,
 )
+from fused_softmax.ops.losses.linear_by_classes import of_counted
 from fused_softmax.ops.losses.options import Divergence, Loss
 from fused_softmax.ops.losses.sums import multiply
 
@@ -304,7 +305,8 @@ class _Summed(torch.autograd.Function):
         found, ctx.gradients = ctx.gradients, None
         if found is None:
             found = at_once(_detached(pair), counts, share, options, wanted[1])[1:]
-        dx, dy = (None if each is None else multiply(each, dresult.contiguous()) for each in found)
+        factor = dresult.contiguous() if counts is None else of_counted(dresult, counts == 0)
+        dx, dy = (None if each is None else multiply(each, factor) for each in found)
         return dx if wanted[0] else None, dy, *[None] * 5
 
 

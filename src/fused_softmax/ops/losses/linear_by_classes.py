@@ -334,6 +334,14 @@ def left_out_of(target: Tensor, loss: Loss, dlse: Tensor | None = None) -> Tenso
     return ignored if dlse is None else ignored & (dlse == 0)
 
 
+def of_counted(dy: Tensor, left_out: Tensor) -> Tensor:
+    """The gradient of a sum or mean; 0 if all rows are left out.
+
+    A division by how many rows count then makes it inf, and inf times the gradient of 0 would be NaN.
+    """
+    return dy.masked_fill(left_out.all(), 0.0)
+
+
 def without(x: Tensor, rows: Tensor) -> Tensor:
     """x [n, features] with 0 in these rows.
 

@@ -32,7 +32,7 @@ from fused_softmax.ops.losses.cross_entropy import (
     loss_now,
 )
 from fused_softmax.ops.losses.divergence_rows import losses_of
-from fused_softmax.ops.losses.linear_by_classes import by_classes, goes_by_classes, left_out_of
+from fused_softmax.ops.losses.linear_by_classes import by_classes, goes_by_classes, left_out_of, of_counted
 from fused_softmax.ops.losses.linear_by_rows import (
     Gradients,
     Linear,
@@ -534,11 +534,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if alone and ctx.gradients is not None and not batched(dy):
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
-            return *gradients.times(dy if ctx.late is None else dy * ctx.late, x, w, bias), *nothing
+            factor = of_counted(dy if ctx.late is None else dy * ctx.late, left_out_of(target, loss))
+            return *gradients.times(factor, x, w, bias), *nothing
         if alone and ctx.dlogits is not None and not batched(dy):
             dlogits, ctx.dlogits = ctx.dlogits, None
-            ctx.how.steps.multiply(dlogits, dy)
-            left_out = left_out_of(target, loss) if asked[1] else None
+            left_out = left_out_of(target, loss)
+            ctx.how.steps.multiply(dlogits, of_counted(dy, left_out))
             wide = w.dtype != x.dtype
             gradients = Gradients(*lowered(x, w, bias), linear, asked, wide=wide, left_out=left_out)
             gradients.add(0, dlogits)

@@ -19,6 +19,7 @@ from fused_softmax.ops import autocast
 from fused_softmax.ops.losses.divergence import reduced
 from fused_softmax.ops.losses.divergence_launches import Pair, PairRows
 from fused_softmax.ops.losses.divergence_rows import gradients, lse_of, referred, run, with_rows
+from fused_softmax.ops.losses.linear_by_classes import of_counted
 from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, linear_of, lowered, scaled
 from fused_softmax.ops.losses.options import Divergence
 from fused_softmax.ops.losses.over_ranks.divergence import OfCall, gradients_of, rows_of_all
@@ -166,8 +167,9 @@ def _backward(ctx, dvalue, dlse):
         # Given away: whoever has them may change them, and a second backward computes them again.
         (of_layer, of_target), ctx.found = ctx.found, (None, None)
         if of_layer is not None:
-            of_target = None if of_target is None else scaled(of_target, dvalue)
-            return *of_layer.times(dvalue, *layers[:3]), of_target, *nothing
+            factor = dvalue if counts is None else of_counted(dvalue, counts == 0)
+            of_target = None if of_target is None else scaled(of_target, factor)
+            return *of_layer.times(factor, *layers[:3]), of_target, *nothing
         dvalue = _shares(layers, counts, how) * dvalue
     elif dvalue is None:
         dvalue = torch.zeros_like(dlse)

@@ -19,7 +19,7 @@ from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.linear_by_classes import left_out_of, without
+from fused_softmax.ops.losses.linear_by_classes import left_out_of, of_counted, without
 from fused_softmax.ops.losses.linear_by_rows import linear_of, lowered
 from fused_softmax.ops.losses.options import WITHOUT_ROWS, Loss
 from fused_softmax.ops.losses.output import Wanted
@@ -375,7 +375,8 @@ def linear_gradient(ctx, dy, dinput, dlinear_weight, dlinear_bias, dlse=None, dz
         gradients = linear_ops.differentiable_gradient(x, w, bias, target, loss, asked, dy, dlse, dz)
     elif alone and ctx.at_once and all(made or not wanted for made, wanted in zip(ctx.more[2], asked, strict=True)):
         # The product is rounded once. dy is not rounded, because it may be any number.
-        gradients = [(each.to(dy.dtype) * dy).to(each.dtype) for each in gradients]
+        factor = of_counted(dy, left_out_of(target, loss))
+        gradients = [(each.to(dy.dtype) * factor).to(each.dtype) for each in gradients]
     else:
         dy = torch.zeros((), dtype=arithmetic_of(x), device=x.device) if dy is None else dy
         gradients = torch.ops.fused_softmax.linear_cross_entropy_backward.default(

@@ -32,6 +32,7 @@ from fused_softmax.ops.losses.launches import (
     rows_for,
     with_whole_rows,
 )
+from fused_softmax.ops.losses.linear_by_classes import left_out_of, of_counted
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS, Wanted, shaped, stats_of
 from fused_softmax.ops.losses.overwritten import check_claim
@@ -203,6 +204,8 @@ class _CrossEntropy(torch.autograd.Function):
         results, rows, totals = run_steps(steps, x, target, loss, numbers, lse, kind, dx)
         ctx.dx, ctx.loss, ctx.multiply, ctx.lse_is_given = dx, loss, steps.multiply, lse is not None
         ctx.kind, ctx.numbers, ctx.quick = kind, numbers, None
+        # Of a mean that takes too long. A target that is read later may have been changed.
+        ctx.left_out = left_out_of(target, loss) if steps.multiply is not None and loss.reduction == "sum" else None
         if ctx.ranks is None and not kind.at_once and lse is None and not (loss.mean and totals is None):
             ctx.quick = gradient_key(loss, totals)
         ctx.save_for_backward(None if kind.inplace else x, target, totals, rows.m, rows.ls, loss.weight)
@@ -231,7 +234,7 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 check_claim(ctx)
             if ctx.multiply is not None:
-                ctx.multiply(dx, dy)
+                ctx.multiply(dx, dy if ctx.left_out is None else of_counted(dy, ctx.left_out))
             return dx, None, None, None
         if ctx.ranks is not None:
             return *ctx.ranks.gradient(ctx, dy), None, None, None

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import resolved
-from fused_softmax.ops.losses.linear_by_classes import add_product, left_out_of
+from fused_softmax.ops.losses.linear_by_classes import add_product, left_out_of, of_counted
 from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, divides_late, lowered
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS
@@ -122,6 +122,7 @@ class LinearSharded(torch.autograd.Function):
         if late and counts.of_loss is not None:
             ctx.late = 1.0 / torch.where(counts.of_z == 0, 1.0, counts.of_loss)  # type: ignore[arg-type]
         ctx.gradients, ctx.of_call, ctx.asked = summing and summing.finish(), of_call, asked
+        ctx.left_out = ~counts.on
         ctx.save_for_backward(x, w, bias, target, *states[:6], counts.of_loss, counts.of_z)
         of_loss, of_z = reduced((y, z), counts, loss)
         stats = stats_of(whole, states, counts, y)
@@ -138,7 +139,8 @@ class LinearSharded(torch.autograd.Function):
         if ctx.gradients is not None and dlse is None and dz is None and dy is not None:
             # Given away: whoever has them may change them, and a second backward computes them again.
             gradients, ctx.gradients = ctx.gradients, None
-            return *gradients.times(dy if ctx.late is None else dy * ctx.late, x, w, bias), *(None,) * 3
+            factor = of_counted(dy if ctx.late is None else dy * ctx.late, ctx.left_out)
+            return *gradients.times(factor, x, w, bias), *(None,) * 3
         counts = _counts_of_all(x, target, of_call, () if of_loss is None else (of_loss, of_z))
         of_lse = None if dlse is None else dlse.reshape(-1)
         left_out = left_out_of(target, of_call.loss, of_lse)
