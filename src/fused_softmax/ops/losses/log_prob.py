@@ -433,7 +433,7 @@ def _prepare_call(
             options, of_rows = alike, None
             if scale is not None or softcap is not None or temperature is not None:
                 options, of_rows = _split(_options(ignore_index, scale, softcap, temperature))
-            if flat and is_aligned:
+            if flat:  # targets of a shape in which those of the prepared call are
                 rows, targets = input, target
             else:
                 rows, targets = input.reshape(-1, n_classes), target.reshape(-1, target.shape[-1] if several else 1)
