@@ -42,7 +42,7 @@ def refusing(name: str, statistics: Sequence[str], values: Sequence[Tensor], bes
 
 
 class _NoGradient(torch.autograd.Function):
-    """A statistic whose backward pass raises."""
+    """A statistic whose backward pass raises. In forward mode it has the derivative that it came with."""
 
     generate_vmap_rule = True
 
@@ -52,8 +52,9 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.message = inputs[2]
+        statistic, _, ctx.message = inputs
         ctx.set_materialize_grads(False)
+        ctx.shape, ctx.dtype, ctx.device = statistic.shape, statistic.dtype, statistic.device
 
     @staticmethod
     def backward(ctx, gradient):
@@ -62,8 +63,10 @@ class _NoGradient(torch.autograd.Function):
         return None, None, None
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        return None
+    def jvp(ctx, tangent, of_beside, _):
+        if tangent is None:
+            tangent = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+        return tangent.clone() if of_beside is None else _NoGradient.apply(tangent, of_beside, ctx.message)
 
 
 def saved_of(ctx: Any, name: str) -> tuple[Any, ...]:
