@@ -70,12 +70,18 @@ class _NoGradient(torch.autograd.Function):
 
 
 def saved_of(ctx: Any, name: str) -> tuple[Any, ...]:
-    """ctx.saved_tensors as kernels read them. RuntimeError that names the loss if one was changed since.
+    """`unpacked`, as kernels read them."""
+    return resolved(*unpacked(ctx, name))
 
-    torch's own losses keep the logarithm of a softmax, so with them the logits may be changed.
+
+def unpacked(ctx: Any, name: str) -> tuple[Any, ...]:
+    """ctx.saved_tensors. RuntimeError that names the loss if one was changed since.
+
+    A backward pass asks once: torch.utils.checkpoint raises where tensors are unpacked a second time. torch's own
+    losses keep the logarithm of a softmax, so with them the logits may be changed.
     """
     try:
-        saved = ctx.saved_tensors
+        return ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -84,4 +90,3 @@ def saved_of(ctx: Any, name: str) -> tuple[Any, ...]:
             "backward pass, which reads them. Write logits = logits / t in the place of logits.div_(t), or change "
             f"them after the backward pass, or give the loss a copy. ({error})"
         ) from error
-    return resolved(*saved)
