@@ -15,6 +15,7 @@ from fused_softmax import (
     cross_entropy,
     divergence,
     linear_cross_entropy,
+    linear_divergence,
     log_prob,
     log_softmax,
     logsumexp,
@@ -163,6 +164,25 @@ def test_class_weights_with_the_bit(function, device):
     x, weight = (peaked(4, 9) / 4).to(device), WEIGHT.to(device)
     wanted = function(x, T.to(device), weight=weight)
     torch.testing.assert_close(function(x, T.to(device), weight=negated(weight)), wanted)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["divergence", "linear_divergence"])
+def test_weights_of_rows_with_the_bit(name, reduction, n, device):
+    """A single weight is contiguous with the bit, so that no copy does away with it."""
+    x, weight, layer = (peaked(n, 9) / 4).to(device), WEIGHT[:n].to(device), LAYER.to(device)
+    teacher = (peaked(n, 9, seed=2) / 4).to(device)
+
+    def found(weight):
+        leaf, given = x.clone().requires_grad_(), {"weight": weight, "reduction": reduction}
+        if name == "divergence":  # of columns by which its gradient is written with it
+            y = divergence(leaf[:, :8], teacher[:, :8], **given)
+        else:
+            y = linear_divergence(leaf, layer, teacher, layer.t(), **given)
+        return y, *torch.autograd.grad(y.sum(), leaf)
+
+    torch.testing.assert_close(found(negated(weight)), found(weight))
 
 
 def test_temperatures_with_the_bit(device):

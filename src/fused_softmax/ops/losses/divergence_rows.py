@@ -88,7 +88,7 @@ def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: st
     """
     mean, counts = reduction == "mean", None
     if weight is not None:
-        counts = weight.detach().reshape(-1).to(torch.float32).contiguous()
+        counts = weight.detach().resolve_neg().reshape(-1).to(torch.float32).contiguous()
     share = 1 / len(pair.x) if mean and weight is None else 1.0
     return _apply_summed(*pair, counts, (options, mean, share))
 
