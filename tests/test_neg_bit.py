@@ -166,23 +166,25 @@ def test_class_weights_with_the_bit(function, device):
     torch.testing.assert_close(function(x, T.to(device), weight=negated(weight)), wanted)
 
 
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", ["divergence", "linear_divergence"])
-def test_weights_of_rows_with_the_bit(name, reduction, n, device):
+def test_weights_of_rows_with_the_bit(name, device):
     """A single weight is contiguous with the bit, so that no copy does away with it."""
-    x, weight, layer = (peaked(n, 9) / 4).to(device), WEIGHT[:n].to(device), LAYER.to(device)
-    teacher = (peaked(n, 9, seed=2) / 4).to(device)
 
-    def found(weight):
-        leaf, given = x.clone().requires_grad_(), {"weight": weight, "reduction": reduction}
-        if name == "divergence":  # of columns by which its gradient is written with it
-            y = divergence(leaf[:, :8], teacher[:, :8], **given)
+    def found(n, weight, reduction):
+        # Of as many columns that a divergence's gradient is written with it.
+        x, teacher, layer = ((peaked(rows, 8, seed=i) / 4).to(device) for i, rows in enumerate((n, n, 8)))
+        x.requires_grad_()
+        given = {"weight": weight, "reduction": reduction}
+        if name == "divergence":
+            y = divergence(x, teacher, **given)
         else:
-            y = linear_divergence(leaf, layer, teacher, layer.t(), **given)
-        return y, *torch.autograd.grad(y.sum(), leaf)
+            y = linear_divergence(x, layer, teacher, layer.t(), **given)
+        return y, *torch.autograd.grad(y.sum(), x)
 
-    torch.testing.assert_close(found(negated(weight)), found(weight))
+    for n in (1, 4):
+        weight = WEIGHT[:n].to(device)
+        for reduction in ("mean", "sum", "none"):
+            torch.testing.assert_close(found(n, negated(weight), reduction), found(n, weight, reduction))
 
 
 def test_temperatures_with_the_bit(device):
