@@ -12,6 +12,7 @@ from products import QUICK, pairwise
 from shapes import ALIGNMENTS, STRATEGIES, framed, small
 
 from fused_softmax import linear_cross_entropy
+from fused_softmax.core import route
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.plan import H200, plan_reduction
 from fused_softmax.ops.losses import launches as losses
@@ -198,6 +199,18 @@ def test_indices_of_every_dtype(reduction, kind, device):
     target = targets(6, 90, ignored=False, device=device)
     y = cross_entropy(x, target.to(kind), reduction=reduction, ignore_index=int(target[2]))
     torch.testing.assert_close(y, F.cross_entropy(x, target, reduction=reduction, ignore_index=int(target[2])))
+
+
+@every_reduction
+@pytest.mark.parametrize("shape", [(3, 7), (3, 7, 5)], ids=str)
+def test_indices_of_every_dtype_by_torchs_operations(shape, reduction, monkeypatch):
+    """torch's own loss takes no uint8 where logits have more than two dims."""
+    monkeypatch.setattr(route, "INTERPRET", False)
+    x = peaked(math.prod(shape), 1).view(shape)
+    target = targets(x[:, 0].numel(), 7, ignored=False, device="cpu").view(x[:, 0].shape)
+    expected = F.cross_entropy(x, target, reduction=reduction)
+    for kind in (torch.int64, torch.int32, torch.uint8):
+        torch.testing.assert_close(cross_entropy(x, target.to(kind), reduction=reduction), expected)
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (3, 7, 5), (2, 7, 3, 4)], ids=str)

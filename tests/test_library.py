@@ -124,6 +124,13 @@ def test_other_row_counts_compile_nothing(name, marked, device):
     assert counter.frame_count == (1 if marked else 2)
 
 
+def test_the_gradient_of_a_compiled_logsumexp_of_nothing(device):
+    x = torch.empty(3, 0, device=device, requires_grad=True)
+    y = torch.compile(lambda x: fused_softmax.logsumexp(x, 1), backend="eager")(x)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_gradients_of_compiled_code(dim, device, ran):
     def loss(softmax, log_softmax, logsumexp):

@@ -489,6 +489,25 @@ def test_gradients_in_a_batch(device):
     )
 
 
+@pytest.mark.parametrize("columns", [33, 40])
+def test_derivatives_of_rows_that_are_copied_first(columns, device):
+    """Whose targets had a shape of their own in a first derivative's way, where a second one and a batch compare it."""
+    x = (peaked(4, columns, FP64) / 4).to(device).t().contiguous().t().requires_grad_()
+    t = targets(x)
+    y = log_prob(x, t, return_entropy=True)
+    wanted = formula(x, t)
+    for found, expected in zip(y[:2], wanted[:2], strict=True):
+        found, expected = (torch.autograd.grad(each.sum(), x, create_graph=True)[0] for each in (found, expected))
+        torch.testing.assert_close(found, expected)
+        found, expected = (torch.autograd.grad(each.square().sum(), x, retain_graph=True) for each in (found, expected))
+        torch.testing.assert_close(found, expected)
+    g = torch.stack([torch.ones_like(y[0]), torch.arange(4.0, dtype=FP64, device=device)])
+    found, expected = (
+        torch.autograd.grad(each, x, g, is_grads_batched=True, retain_graph=True) for each in (y[0], wanted[0])
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_results_that_are_changed_in_place(device):
     x = peaked(4, 40).to(device).requires_grad_()
     t = targets(x, ignore_index=-1).clamp(min=0)

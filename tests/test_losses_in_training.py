@@ -9,7 +9,7 @@ from conftest import peaked
 from torch.utils.checkpoint import checkpoint
 
 import fused_softmax
-from fused_softmax import cross_entropy, linear_cross_entropy
+from fused_softmax import cross_entropy, divergence, linear_cross_entropy, log_prob
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 
 INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
@@ -106,6 +106,21 @@ def test_activation_checkpointing_computes_twice_and_gives_the_same(use_reentran
         leaves = [each.detach().clone().requires_grad_() for each in (x, w, bias)]
         checkpoint(function, *leaves, target, use_reentrant=use_reentrant).backward()
         torch.testing.assert_close(tuple(each.grad for each in leaves), expected)
+
+
+@pytest.mark.parametrize("name", ["loss of each", "log_prob", "divergence"])
+def test_a_checkpoint_around_a_loss_alone_unpacks_once_at_a_first_call(name, device):
+    """Before any gradient was kept, a backward pass looked for one with tensors that it unpacked, and again without."""
+    *_, target = tensors(device)
+    leaf, teacher = (peaked(6, 40, seed=seed).to(device) for seed in (0, 1))
+    call = {
+        "loss of each": lambda z: cross_entropy(z, target, reduction="none"),
+        "log_prob": lambda z: log_prob(z, target),
+        "divergence": lambda z: divergence(z, teacher, reduction="none"),
+    }[name]
+    leaf.requires_grad_()
+    of_checkpoint = torch.autograd.grad(checkpoint(lambda x: call(x * 2), leaf, use_reentrant=False).sum(), leaf)
+    torch.testing.assert_close(of_checkpoint, torch.autograd.grad(call(leaf * 2).sum(), leaf))
 
 
 def test_a_backward_kept_twice_is_the_same_twice(device):

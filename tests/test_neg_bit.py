@@ -15,6 +15,7 @@ from fused_softmax import (
     cross_entropy,
     divergence,
     linear_cross_entropy,
+    linear_divergence,
     log_prob,
     log_softmax,
     logsumexp,
@@ -163,6 +164,27 @@ def test_class_weights_with_the_bit(function, device):
     x, weight = (peaked(4, 9) / 4).to(device), WEIGHT.to(device)
     wanted = function(x, T.to(device), weight=weight)
     torch.testing.assert_close(function(x, T.to(device), weight=negated(weight)), wanted)
+
+
+@pytest.mark.parametrize("name", ["divergence", "linear_divergence"])
+def test_weights_of_rows_with_the_bit(name, device):
+    """A single weight is contiguous with the bit, so that no copy does away with it."""
+
+    def found(n, weight, reduction):
+        # Of as many columns that a divergence's gradient is written with it.
+        x, teacher, layer = ((peaked(rows, 8, seed=i) / 4).to(device) for i, rows in enumerate((n, n, 8)))
+        x.requires_grad_()
+        given = {"weight": weight, "reduction": reduction}
+        if name == "divergence":
+            y = divergence(x, teacher, **given)
+        else:
+            y = linear_divergence(x, layer, teacher, layer.t(), **given)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    for n in (1, 4):
+        weight = WEIGHT[:n].to(device)
+        for reduction in ("mean", "sum", "none"):
+            torch.testing.assert_close(found(n, negated(weight), reduction), found(n, weight, reduction))
 
 
 def test_temperatures_with_the_bit(device):

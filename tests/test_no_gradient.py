@@ -98,6 +98,36 @@ def test_transforms_of_torch_func(kind, device):
     torch.testing.assert_close(torch.vmap(beside)(x[None])[1][0], of(x).token_stats.entropy)
 
 
+@pytest.mark.parametrize("kind", ["cross_entropy", "linear", "log_prob", "kept", "attention"])
+def test_forward_mode_has_the_derivatives_of_statistics(kind, device):
+    """A tangent cannot be refused where it is used, so it is true; a backward pass through it raises all the same."""
+    x, tangent = ((peaked(4, 9, torch.float64, seed=seed) / 8).to(device) for seed in (0, 1))
+    target, names = torch.tensor([3, 1, 0, 7], device=device), ("log_sum_sq_probs", "mean_logits")
+    bits = torch.full((4, 1), 0b111111011, dtype=torch.int32, device=device)
+    calls = {
+        "log_prob": lambda x: log_prob(x, target, return_stats=names),
+        "kept": lambda x: log_prob(x, target, return_stats=names, kept=bits),
+        "attention": lambda x: attention(x[None], x[None], x[None], return_stats=("entropy", "column_sums")),
+    }
+
+    def of(x):
+        if kind == "cross_entropy":
+            out = cross_entropy(x, target, return_token_stats=True)
+            return out.loss, out.token_stats.loss, out.token_stats.entropy
+        if kind == "linear":
+            out = linear_cross_entropy(x, tangent, target % 4, return_token_stats=True)
+            return out.loss, out.token_stats.loss, out.token_stats.entropy
+        out = calls[kind](x)
+        return out[0], *(out.stats.values() if kind == "attention" else out.stats[:2])
+
+    _, found = torch.func.jvp(of, (x,), (tangent,))
+    step = 1e-6 * tangent
+    expected = [(above - below) / 2e-6 for above, below in zip(of(x + step), of(x - step), strict=True)]
+    torch.testing.assert_close(list(found), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="has no gradient, and a backward pass came to it"):
+        torch.func.grad(lambda x: torch.func.jvp(lambda x: of(x)[2].sum(), (x,), (tangent,))[1])(x)
+
+
 @pytest.mark.parametrize("statistic", ["log_sum_sq_probs", "mean_logits"])
 @pytest.mark.parametrize("way", ROUTES)
 def test_a_backward_pass_through_the_statistics_of_rows_raises(way, statistic, device, monkeypatch):

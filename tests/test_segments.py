@@ -293,6 +293,32 @@ def test_transforms_and_compilers(function, device):
     torch.testing.assert_close(compiled(x), wanted)
 
 
+@named
+@pytest.mark.parametrize("by", ["offsets", "index"])
+def test_forward_mode(by, function, device):
+    """By torch's operations; alone, over a batch, and over a gradient."""
+    x, tangent = ((peaked(9, 4, dtype=FP64, seed=seed) / 4).to(device) for seed in (0, 1))
+    index = torch.tensor([2, 0, 2, 0, 0, 2, 0, 2, 2], device=device)
+    cut = {"offsets": offsets_of([4, 0, 5]).to(device)} if by == "offsets" else {"index": index, "n_segments": 4}
+
+    def of(x):
+        return function(x, **cut, scale=0.5).nan_to_num(0.0, neginf=0.0)  # logsumexp of an empty segment is -inf
+
+    def tangent_of(x):
+        return torch.func.jvp(of, (x,), (tangent,))[1]
+
+    def total(x):
+        return of(x).sin().sum()
+
+    step, found = 1e-6 * tangent, tangent_of(x)
+    torch.testing.assert_close(found, (of(x + step) - of(x - step)) / 2e-6, rtol=1e-5, atol=1e-7)
+    with torch.autograd.forward_ad.dual_level():
+        dual = of(torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(), tangent))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, found)
+    torch.testing.assert_close(torch.func.vmap(tangent_of)(torch.stack([x + 1, x]))[1], found)
+    torch.testing.assert_close(torch.func.hessian(total)(x), torch.func.jacrev(torch.func.jacrev(total))(x))
+
+
 @kernels
 def test_explain_says_who_computes(device):
     offsets = torch.tensor([0, 4], device=device)

@@ -42,7 +42,7 @@ def refusing(name: str, statistics: Sequence[str], values: Sequence[Tensor], bes
 
 
 class _NoGradient(torch.autograd.Function):
-    """A statistic whose backward pass raises."""
+    """A statistic whose backward pass raises. In forward mode it has the derivative that it came with."""
 
     generate_vmap_rule = True
 
@@ -52,8 +52,9 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.message = inputs[2]
+        statistic, _, ctx.message = inputs
         ctx.set_materialize_grads(False)
+        ctx.shape, ctx.dtype, ctx.device = statistic.shape, statistic.dtype, statistic.device
 
     @staticmethod
     def backward(ctx, gradient):
@@ -62,17 +63,25 @@ class _NoGradient(torch.autograd.Function):
         return None, None, None
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        return None
+    def jvp(ctx, tangent, of_beside, _):
+        if tangent is None:
+            tangent = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+        return tangent.clone() if of_beside is None else _NoGradient.apply(tangent, of_beside, ctx.message)
 
 
 def saved_of(ctx: Any, name: str) -> tuple[Any, ...]:
-    """ctx.saved_tensors as kernels read them. RuntimeError that names the loss if one was changed since.
+    """`unpacked`, as kernels read them."""
+    return resolved(*unpacked(ctx, name))
 
-    torch's own losses keep the logarithm of a softmax, so with them the logits may be changed.
+
+def unpacked(ctx: Any, name: str) -> tuple[Any, ...]:
+    """ctx.saved_tensors. RuntimeError that names the loss if one was changed since.
+
+    A backward pass asks once: torch.utils.checkpoint raises where tensors are unpacked a second time. torch's own
+    losses keep the logarithm of a softmax, so with them the logits may be changed.
     """
     try:
-        saved = ctx.saved_tensors
+        return ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -81,4 +90,3 @@ def saved_of(ctx: Any, name: str) -> tuple[Any, ...]:
             "backward pass, which reads them. Write logits = logits / t in the place of logits.div_(t), or change "
             f"them after the backward pass, or give the loss a copy. ({error})"
         ) from error
-    return resolved(*saved)

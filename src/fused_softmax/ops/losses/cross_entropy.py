@@ -235,6 +235,8 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         plain = loss.plain and wanted == Wanted() and lse is None
         if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
             weight = None if weight is None else weight.to(input.dtype)  # which torch alone asks to be one
+            if target.dtype == torch.uint8 and input.ndim > 2:  # which torch takes of one dim alone
+                target = target.long()
             return torch.nn.functional.cross_entropy(
                 _spared(input, target, ignore_index), target, weight, ignore_index=ignore_index, reduction=reduction,
                 label_smoothing=loss.label_smoothing,

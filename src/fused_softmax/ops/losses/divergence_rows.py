@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_softmax.core.calls import find
 from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.launched import Call, Launched
-from fused_softmax.core.no_gradient import saved_of
+from fused_softmax.core.no_gradient import saved_of, unpacked
 from fused_softmax.core.route import apart, batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import (
@@ -89,7 +89,7 @@ def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: st
     """
     mean, counts = reduction == "mean", None
     if weight is not None:
-        counts = weight.detach().reshape(-1).to(torch.float32).contiguous()
+        counts = weight.detach().resolve_neg().reshape(-1).to(torch.float32).contiguous()
     share = 1 / len(pair.x) if mean and weight is None else 1.0
     return _apply_summed(*pair, counts, (options, mean, share))
 
@@ -199,15 +199,16 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dvalue):
+        saved: tuple[Any, ...] = unpacked(ctx, "divergence")
         if not ctx.needs_input_grad[1] and not torch.is_grad_enabled() and not batched(dvalue):
-            dx = _found_gradient(ctx, dvalue)
+            dx = _found_gradient(ctx, saved, dvalue)
             if dx is not None:
                 return dx, None, None, None, None, None
         (dvalue,) = resolved(dvalue)
-        x, y, *others = saved_of(ctx, "divergence")
+        x, y, *others = resolved(*saved)
         # Hooks of saved tensors may return other strides.
-        saved: list[Any] = [each if each is None else each.contiguous() for each in others]
-        pair, rows = Pair(x, y, *saved[: OF_PAIR - 2]), PairRows(*saved[OF_PAIR - 2 :])
+        others = [each if each is None else each.contiguous() for each in others]
+        pair, rows = Pair(x, y, *others[: OF_PAIR - 2]), PairRows(*others[OF_PAIR - 2 :])
         dvalue = _of_each(dvalue, ctx.reduction, len(pair.x))
         wanted = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled() or batched(dvalue):
@@ -224,12 +225,9 @@ def _of_each(dvalue: Tensor, reduction: str, n: int) -> Tensor:
     return (dvalue / n if reduction == "mean" else dvalue).expand(n)
 
 
-def _found_gradient(ctx, dvalue: Tensor) -> Tensor | None:
+def _found_gradient(ctx, saved: tuple, dvalue: Tensor) -> Tensor | None:
     """The gradient by a kept call, with little Python, which takes long in autograd's thread; None if none is kept."""
-    try:
-        x, y, weight, temperature, target_temperature, *of_rows = ctx.saved_tensors
-    except RuntimeError:  # which `saved_of` explains
-        return None
+    x, y, weight, temperature, target_temperature, *of_rows = saved
     for each in of_rows:  # no guard looks at what hooks of saved tensors return
         if each is not None and (each.is_neg() or not each.is_contiguous()):
             return None

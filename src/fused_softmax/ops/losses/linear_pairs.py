@@ -115,7 +115,7 @@ def _arithmetic(layers: Layers) -> torch.dtype:
 
 def _counts_of(weight: Tensor, reduction: str, layers: Layers) -> Tensor:
     """[n]: the factor of each row in the result; 0 for rows that do not count."""
-    w = weight.detach().reshape(-1).to(_arithmetic(layers))
+    w = weight.detach().resolve_neg().reshape(-1).to(_arithmetic(layers))
     return torch.where(w == 0, 0.0, w / w.sum()) if reduction == "mean" else w.contiguous()
 
 

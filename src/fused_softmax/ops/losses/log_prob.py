@@ -16,7 +16,7 @@ from fused_softmax.core.calls import bump_version, find, keep
 from fused_softmax.core.checks import DTYPES, arithmetic_of
 from fused_softmax.core.described import described, shape_of
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.no_gradient import refuse, refusing, saved_of
+from fused_softmax.core.no_gradient import refuse, refusing, unpacked
 from fused_softmax.core.route import Route, batched, checks_values, needs_grad, resolved, route_of
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.cross_entropy import CHECK, check_targets, check_targets_of_all
@@ -433,7 +433,7 @@ def _prepare_call(
             options, of_rows = alike, None
             if scale is not None or softcap is not None or temperature is not None:
                 options, of_rows = _split(_options(ignore_index, scale, softcap, temperature))
-            if flat and is_aligned:
+            if flat:  # targets of a shape in which those of the prepared call are
                 rows, targets = input, target
             else:
                 rows, targets = input.reshape(-1, n_classes), target.reshape(-1, target.shape[-1] if several else 1)
@@ -531,12 +531,13 @@ class _LogProb(torch.autograd.Function):
         nothing = (None,) * 4
         if dlog_prob is None and dentropy is None and dlse is None:
             return None, *nothing
+        saved = unpacked(ctx, _NAME)
         if ctx.quick is not None:
-            dx = _found_gradient(ctx, dlog_prob, dentropy, dlse)
+            dx = _found_gradient(ctx, saved, dlog_prob, dentropy, dlse)
             if dx is not None:
                 return dx, None, None, None, None
         gradients = Gradients(*resolved(dlog_prob, dentropy, dlse))
-        x, target, temperature, m, ls, entropy, *of_kept = saved_of(ctx, _NAME)
+        x, target, temperature, m, ls, entropy, *of_kept = resolved(*saved)
         columns = Kept(*of_kept)
         # Hooks of saved tensors may return other strides.
         target, m, ls = (each.contiguous() for each in (target, m, ls))
@@ -554,14 +555,13 @@ class _LogProb(torch.autograd.Function):
         return dx, *nothing
 
 
-def _found_gradient(ctx, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None) -> Tensor | None:
+def _found_gradient(
+    ctx, saved: tuple, dlog_prob: Tensor | None, dentropy: Tensor | None, dlse: Tensor | None
+) -> Tensor | None:
     """The gradient by a kept call, with little Python, which takes long in autograd's thread; None if none is kept."""
     if torch.is_grad_enabled():
         return None
-    try:
-        x, target, temperature, m, ls, entropy, *_ = ctx.saved_tensors
-    except RuntimeError:  # which `saved_of` explains
-        return None
+    x, target, temperature, m, ls, entropy, *_ = saved
     if dentropy is None:
         entropy = None
     for each in (m, ls):  # no guard looks at what hooks of saved tensors return

@@ -170,13 +170,14 @@ def log_prob(
     entropy = -torch.where(p == 0, 0.0, p * torch.where(p == 0, 0.0, log_p)).sum(-1)
     of_targets = log_p.gather(-1, torch.where(known, t, 0)).masked_fill(~counts, 0.0)
     of_targets = of_targets * torch.where(wrong, math.nan, 1.0).to(arithmetic)  # so that the gradient is NaN too
-    stats = {
-        "log_sum_sq_probs": torch.logsumexp(2 * log_p, -1).masked_fill(~of_row, 0.0),
-        "mean_logits": z.mean(-1).masked_fill(~of_row, 0.0),
-        "is_top1": (known & (t == z.argmax(-1, keepdim=True))).view(target.shape),
-    }
+    with torch.no_grad():  # and not detached, by which forward mode would take them for constants
+        stats = {
+            "log_sum_sq_probs": torch.logsumexp(2 * log_p, -1).masked_fill(~of_row, 0.0),
+            "mean_logits": z.mean(-1).masked_fill(~of_row, 0.0),
+            "is_top1": (known & (t == z.argmax(-1, keepdim=True))).view(target.shape),
+        }
     entropy, lse = entropy.masked_fill(~of_row, 0.0), lse.masked_fill(~of_row, 0.0)
-    return of_targets.view(target.shape), entropy, lse, {name: each.detach() for name, each in stats.items()}
+    return of_targets.view(target.shape), entropy, lse, stats
 
 
 def linear_log_prob(
@@ -193,7 +194,8 @@ def _truncated(z, t, shape, counts, wrong, columns, spoilt) -> tuple[Tensor, Ten
     """`log_prob` of logits z that are normalised over some columns of each row. spoilt: rows [..., 1] that are NaN."""
     of_row, n = counts.any(-1), columns.sum(-1)
     z = z * torch.where(spoilt & of_row.unsqueeze(-1), math.nan, 1.0).to(z.dtype)
-    mean = torch.where(n > 0, torch.where(columns, z, 0.0).sum(-1) / n, 0.0)
+    with torch.no_grad():
+        mean = torch.where(n > 0, torch.where(columns, z, 0.0).sum(-1) / n, 0.0).masked_fill(~of_row, 0.0)
     z = z.masked_fill(~columns, -math.inf)
     empty = (z == -math.inf).all(-1)
     z = torch.where(empty.unsqueeze(-1), 0.0, z)  # torch's operations would make NaN of -inf alone
@@ -207,11 +209,12 @@ def _truncated(z, t, shape, counts, wrong, columns, spoilt) -> tuple[Tensor, Ten
     # Multiplied, so that the gradient is NaN too.
     of_wrong = log_p[..., :1].masked_fill(~wrong, 0.0) * math.nan
     of_targets = torch.where(counts, torch.where(wrong, of_wrong, of_targets), 0.0)
-    lse, log_sq = (each.masked_fill(empty, -math.inf) for each in (lse, torch.logsumexp(2 * log_p, -1)))
-    rows = (entropy.masked_fill(empty, 0.0), lse, log_sq, mean)
-    entropy, lse, log_sq, mean = (each.masked_fill(~of_row, 0.0) for each in rows)
-    top = (inside & (t == z.argmax(-1, keepdim=True))).view(shape)
-    stats = {"log_sum_sq_probs": log_sq.detach(), "mean_logits": mean.detach(), "is_top1": top}
+    with torch.no_grad():  # as those of whole rows
+        log_sq = torch.logsumexp(2 * log_p, -1).masked_fill(empty, -math.inf).masked_fill(~of_row, 0.0)
+        top = (inside & (t == z.argmax(-1, keepdim=True))).view(shape)
+    rows = entropy.masked_fill(empty, 0.0), lse.masked_fill(empty, -math.inf)
+    entropy, lse = (each.masked_fill(~of_row, 0.0) for each in rows)
+    stats = {"log_sum_sq_probs": log_sq, "mean_logits": mean, "is_top1": top}
     return of_targets.view(shape), entropy, lse, stats
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_softmax.core.calls import find, kept
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.launched import Launched
-from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
+from fused_softmax.core.no_gradient import LOSS, refuse, unpacked
 from fused_softmax.core.options import refuse_batch_invariant
 from fused_softmax.core.route import batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
@@ -215,8 +215,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dlse=None, dz=None, *of_stats):
-        if ctx.quick is not None and dy is not None and dlse is None and dz is None:
-            dx = None if any(each is not None for each in of_stats) else _found_gradient(ctx, dy)
+        saved, of_others = None, any(each is not None for each in (dlse, dz, *of_stats))
+        if ctx.quick is not None and dy is not None and not of_others and not torch.is_grad_enabled():
+            saved = unpacked(ctx, "cross_entropy")
+            dx = _found_gradient(ctx, saved, dy)
             if dx is not None:
                 return dx, None, None, None
         refuse("cross_entropy", STATISTICS, of_stats, LOSS)
@@ -238,7 +240,7 @@ class _CrossEntropy(torch.autograd.Function):
             return dx, None, None, None
         if ctx.ranks is not None:
             return *ctx.ranks.gradient(ctx, dy), None, None, None
-        x, target, totals, m, ls, loss = _saved(ctx)
+        x, target, totals, m, ls, loss = _saved(ctx, saved)
         if torch.is_grad_enabled():
             if loss.batch_invariant:
                 refuse_batch_invariant("cross_entropy", "torch's operations make a gradient that is differentiated")
@@ -263,14 +265,9 @@ class _CrossEntropy(torch.autograd.Function):
 differentiated = super(torch.autograd.Function, _CrossEntropy).apply
 
 
-def _found_gradient(ctx, dy: Tensor) -> Tensor | None:
+def _found_gradient(ctx, saved: tuple, dy: Tensor) -> Tensor | None:
     """The gradient by a kept call, with little Python, which takes long in autograd's thread; None if none is kept."""
-    if torch.is_grad_enabled():
-        return None
-    try:
-        x, target, totals, m, ls, weight = ctx.saved_tensors
-    except RuntimeError:  # which `saved_of` explains
-        return None
+    x, target, totals, m, ls, weight = saved
     for each in (m, ls) if totals is None else (m, ls, totals):  # no guard looks at what hooks of saved tensors return
         if each.is_neg() or not each.is_contiguous():
             return None
@@ -282,9 +279,12 @@ def _found_gradient(ctx, dy: Tensor) -> Tensor | None:
     return call(given_of(x, None, target, loss, totals), (m, ls, dy, None, None), ctx.numbers)
 
 
-def _saved(ctx) -> tuple:
-    """(x, target, totals, m, ls, loss) as kernels read them: hooks of saved tensors may return other strides."""
-    x, *beside = saved_of(ctx, "cross_entropy")
+def _saved(ctx, saved: tuple | None = None) -> tuple:
+    """(x, target, totals, m, ls, loss) as kernels read them: hooks of saved tensors may return other strides.
+
+    saved: ctx.saved_tensors, if they were unpacked.
+    """
+    x, *beside = resolved(*(unpacked(ctx, "cross_entropy") if saved is None else saved))
     if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     target, totals, m, ls, weight = (None if each is None else each.contiguous() for each in beside)

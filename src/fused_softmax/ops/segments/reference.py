@@ -148,6 +148,12 @@ def _reduced(x: Tensor, how: str, order: Tensor | None, offsets: Tensor) -> Tens
     return x.to(dtype)
 
 
+def _save(ctx, tensors: Any) -> None:
+    """Keep tensors for both modes. Under vmap the rules of both have to be given the same ones."""
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+
+
 class _Sum(torch.autograd.Function):
     """The sums of segments. Its transpose, `_Spread`, gives each element the number of its segment."""
 
@@ -159,12 +165,15 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, *layout = inputs
-        ctx.save_for_backward(*layout)
+        _save(ctx, inputs[1:])
 
     @staticmethod
     def backward(ctx, gradient):
         return _Spread.apply(gradient, *ctx.saved_tensors), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return _Sum.apply(tangent, *ctx.saved_tensors)
 
 
 class _Spread(torch.autograd.Function):
@@ -178,12 +187,15 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, *layout = inputs
-        ctx.save_for_backward(*layout)
+        _save(ctx, inputs[1:])
 
     @staticmethod
     def backward(ctx, gradient):
         return _Sum.apply(gradient, *ctx.saved_tensors), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        return _Spread.apply(tangent, *ctx.saved_tensors)
 
 
 def _total(x: Tensor, layout: tuple[Tensor, ...]) -> Any:
@@ -223,12 +235,17 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         _, ctx.log, *layout, _ = inputs
-        ctx.save_for_backward(output, *layout)
+        _save(ctx, (output, *layout))
 
     @staticmethod
     def backward(ctx, dy):
         y, *layout = ctx.saved_tensors
         return gradient_of_elements(dy, y, ctx.log, layout), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, dz, *_):
+        y, *layout = ctx.saved_tensors
+        return dz - _total(y.exp() * dz, layout) if ctx.log else (dz - _total(y * dz, layout)) * y
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -246,9 +263,14 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         z, *layout, _ = inputs
-        ctx.save_for_backward(z, output, *layout)
+        _save(ctx, (z, output, *layout))
 
     @staticmethod
     def backward(ctx, dlse):
         z, lse, *layout = ctx.saved_tensors
         return gradient_of_lse(dlse, z, lse, layout), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, dz, *_):
+        z, lse, *layout = ctx.saved_tensors
+        return _Sum.apply((z - _Spread.apply(lse, *layout)).exp() * dz, *layout)

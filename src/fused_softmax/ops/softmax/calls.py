@@ -492,6 +492,8 @@ def logsumexp_backward(
     hold.
     """
     dtype = dtype or x.dtype
+    if not x.numel():  # of which lse may have elements
+        return torch.empty_like(x, dtype=dtype)
     options = dims, dtype, scores.is_causal, scores.masked_rows, hides
     tensors = x, lse, dlse, kind_of_scale(scores.scale), scores.mask
     prepared = x, lse, dlse, dims, scores, dtype, hides
