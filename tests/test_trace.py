@@ -1047,3 +1047,19 @@ def test_too_many_steps_are_refused(monkeypatch):
             less.setattr(recorder, limit, 100)
             with pytest.raises(trace.RecordingError, match=message):
                 trace.record("split", EXAMPLE)
+
+
+@triton.jit
+def _of_the_first_row(x_ptr, y_ptr, n_cols, BLOCK: tl.constexpr):
+    i, row = tl.arange(0, BLOCK), tl.program_id(0)
+    own = (i < n_cols) & (row == 0)
+    x = tl.load(x_ptr + i, mask=own, other=2.0)
+    tl.store(y_ptr + row * n_cols + i, tl.where(own == 0, -x, x), mask=(i < n_cols) & (row < 2))
+
+
+def test_a_number_that_is_compared_is_a_bit_of_a_mask():
+    """The interpreter spreads it over a block of 32 bits, which Triton 3.9 refuses as a mask."""
+    x, y = torch.tensor([3.0, 4.0]), torch.zeros(2, 2)
+    recording = trace.record_kernel(_of_the_first_row, outputs=("y_ptr",))[lambda given: (2,)](x, y, 2, BLOCK=4)
+    (of_y,) = [tensor for tensor in recording["tensors"] if tensor["name"] == "y"]
+    assert of_y["after"] == [3.0, 4.0, -2.0, -2.0]

@@ -83,6 +83,16 @@ def _of_bf16(plain: Callable[..., Any]) -> Callable[..., Any]:
     return dot
 
 
+def _of_bits(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A block of a bit has bits. The interpreter gives it numbers of 32 bits, which Triton 3.9 takes for no mask."""
+
+    def splat(builder: Any, kind: Any, value: TensorHandle) -> TensorHandle:
+        block = plain(builder, kind, value)
+        return TensorHandle(block.data.astype(bool), block.dtype) if value.data.dtype == bool else block
+
+    return splat
+
+
 CORRECTIONS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
     (InterpreterBuilder, "cast_impl", _rounding),
     (InterpreterBuilder, "create_maxnumf", _of_numbers(np.fmax)),
@@ -91,4 +101,5 @@ CORRECTIONS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., 
     (interpreter, "_patch_lang_tensor", _indices),
     (interpreter, "_implicit_cvt", _arguments),
     (InterpreterBuilder, "create_dot", _of_bf16),
+    (InterpreterBuilder, "create_splat", _of_bits),
 )
