@@ -353,8 +353,7 @@ def _compare(name: str, group: Any, device: torch.device, said: Mapping[str, Any
     """Raise on every rank where ranks do not say the same; but on one that refuses its call, and raises why itself."""
     text = "\n".join(f"{key}={value}" for key, value in said.items()).encode()
     text = (b"%08x\n" % zlib.crc32(text.partition(b"\n")[2]) + text)[:_SAID]  # the digest is of all but the columns
-    own = torch.zeros(_SAID, dtype=torch.uint8, device="cpu")
-    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    own = torch.tensor([*text.ljust(_SAID, b"\0")], dtype=torch.uint8, device="cpu")
     size = dist.get_world_size(group)
     heard = torch.empty(size * _SAID, dtype=torch.uint8, device=device)
     _all_gather(heard, own.to(device), group=group)
