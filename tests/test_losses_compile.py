@@ -217,5 +217,6 @@ def test_divergences(target, dtypes, kind, given, how):
             assert binary.spilled_bytes <= (MOST_SPILLED if name == "_pair_held" else 0), (n_cols, name)
             if target != "gfx942" and n_cols % 8 == 0 and not name.startswith("_merge"):
                 assert max(binary.load_widths) == 16, (n_cols, name)
-                if name in ("_pair_gradient", "_pair_held"):
-                    assert max(binary.store_widths) == 16, (n_cols, name)
+                if name in ("_pair_gradient", "_pair_held"):  # one may write as many columns as it reads of the wider
+                    narrow = name == "_pair_held" and dtypes == (BF16, FP32)
+                    assert max(binary.store_widths) >= (8 if narrow else 16), (n_cols, name)
