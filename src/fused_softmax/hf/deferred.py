@@ -484,14 +484,14 @@ class Deferred:
         """An autograd.Function that was given these has them without a gradient, and nothing else would say so."""
         if not self.grad or is_compiling() or torch.is_grad_enabled():
             return
-        # By the code of their forward passes, because apply() has no frame from torch 2.14 on.
-        names = {getattr(each.forward, "__code__", None): each.__name__ for each in _functions()}
+        # By the code of forward passes, which Functions may share: apply() has no frame from torch 2.14 on.
+        forwards = {getattr(each.forward, "__code__", None) for each in _functions()}
         frame: Any = sys._getframe(1)
         while frame is not None:
-            if frame.f_code in names and any(map(self._is_or_comes_of, _arguments(frame))):
+            if frame.f_code in forwards and any(map(self._is_or_comes_of, _arguments(frame))):
                 raise RuntimeError(
-                    f"{names[frame.f_code]}.apply() is given logits that are not made, of which it would have no "
-                    "gradient: give it logits.clone(), or undo() what hf.apply() has done"
+                    "autograd.Function.apply() is given logits that are not made, of which it would have no gradient: "
+                    "give it logits.clone(), or undo() what hf.apply() has done"
                 )
             frame = frame.f_back
 

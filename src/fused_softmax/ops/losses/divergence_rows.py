@@ -24,9 +24,8 @@ from fused_softmax.ops.losses.divergence_launches import (
     plan_held,
     prepare_forward,
 )
-from fused_softmax.ops.losses.linear_by_classes import of_counted
 from fused_softmax.ops.losses.options import Divergence, Loss
-from fused_softmax.ops.losses.sums import multiply
+from fused_softmax.ops.losses.sums import multiply, of_counted
 
 
 def refused(input: Tensor, target: Tensor, options: Divergence) -> str:

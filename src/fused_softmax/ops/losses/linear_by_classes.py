@@ -25,6 +25,7 @@ from fused_softmax.core.runner import TLDTYPES, has_ptx, prepare
 from fused_softmax.ops.losses.kernels.spec import LossSpec
 from fused_softmax.ops.losses.launches import LossRows
 from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.sums import left_out_of
 
 MULTIPLE = 128  # of classes, for fast matrix products; and of the classes that a program reads at a time
 _CHUNKS = 8  # with fewer, adding up the weight's gradient takes less time than making logits again
@@ -326,20 +327,6 @@ class Tokens:
             kernel, None, spec, tensors, values, device=self.device, programs=lambda _: programs, num_warps=_WARPS
         )
         run(*[each for each in tensors.values() if each is not None])
-
-
-def left_out_of(target: Tensor, loss: Loss, dlse: Tensor | None = None) -> Tensor:
-    """Which rows [n] have no part in a gradient: ignored rows whose lse has no incoming gradient."""
-    ignored = target.long() == loss.ignore_index
-    return ignored if dlse is None else ignored & (dlse == 0)
-
-
-def of_counted(dy: Tensor, left_out: Tensor) -> Tensor:
-    """The gradient of a sum or mean; 0 if all rows are left out.
-
-    A division by how many rows count then makes it inf, and inf times the gradient of 0 would be NaN.
-    """
-    return dy.masked_fill(left_out.all(), 0.0)
 
 
 def without(x: Tensor, rows: Tensor) -> Tensor:

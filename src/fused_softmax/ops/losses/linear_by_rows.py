@@ -30,6 +30,12 @@ class Linear:
     accumulate: bool
 
 
+def as_autocast_has(input: Tensor, *others: Any) -> list[Any]:
+    """A layer's tensors, which fit together, in the dtype of products where autocast is on; None stays None."""
+    cast = autocast.lowered_dtype(OF_LAYERS, input)
+    return [each if each is None or cast is None else each.to(cast) for each in (input, *others)]
+
+
 def check_layer(name: str, input: Any, linear_weight: Any, linear_bias: Any, chunk_size: Any, accumulate: Any) -> None:
     """An error that names the argument where a linear layer's tensors do not fit.
 

@@ -32,10 +32,11 @@ from fused_softmax.ops.losses.cross_entropy import (
     loss_now,
 )
 from fused_softmax.ops.losses.divergence_rows import losses_of
-from fused_softmax.ops.losses.linear_by_classes import by_classes, goes_by_classes, left_out_of, of_counted
+from fused_softmax.ops.losses.linear_by_classes import by_classes, goes_by_classes
 from fused_softmax.ops.losses.linear_by_rows import (
     Gradients,
     Linear,
+    as_autocast_has,
     by_rows,
     check_layer,
     chunks,
@@ -84,7 +85,7 @@ from fused_softmax.ops.losses.steps import (
     prepare_steps,
     run_steps,
 )
-from fused_softmax.ops.losses.sums import finish, totals_of
+from fused_softmax.ops.losses.sums import finish, left_out_of, of_counted, totals_of
 from fused_softmax.ranks.dtensor import as_dtensor
 from fused_softmax.ranks.gather import peers_of, told_by
 from fused_softmax.ranks.groups import Over, Refusing, Shards, Transport, check_over, over_of, shards_of, sizes_of
@@ -241,10 +242,7 @@ def _checked(
 ) -> _Call:  # fmt: skip
     """options: of the loss. how: the last fields of _Call."""
     check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"])
-    cast = autocast.lowered_dtype(_NAME, input)
-    if cast is not None:
-        input, linear_weight = input.to(cast), linear_weight.to(cast)
-        linear_bias = None if linear_bias is None else linear_bias.to(cast)
+    input, linear_weight, linear_bias = as_autocast_has(input, linear_weight, linear_bias)
     if over is not None:
         linear_weight = own_classes(_NAME, "linear_weight", linear_weight, over.group)
         linear_bias = own_classes(_NAME, "linear_bias", linear_bias, over.group)

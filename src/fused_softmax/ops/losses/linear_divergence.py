@@ -12,10 +12,9 @@ from torch import Tensor
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import shape_of
 from fused_softmax.core.route import Route, needs_grad, route_of
-from fused_softmax.ops import autocast
 from fused_softmax.ops.losses.divergence import check_divergence, divergence, reduced
 from fused_softmax.ops.losses.divergence_rows import pair_of, refused, with_rows
-from fused_softmax.ops.losses.linear_by_rows import OF_LAYERS, check_layer
+from fused_softmax.ops.losses.linear_by_rows import as_autocast_has, check_layer
 from fused_softmax.ops.losses.linear_pairs import Layers, of_layers, whole
 from fused_softmax.ops.losses.options import Divergence
 from fused_softmax.ops.losses.over_ranks.dtensor import linear_divergence_on_shards, own_classes
@@ -205,9 +204,7 @@ def _checked(
             )
         leading = (dist.get_world_size(over.group) * len(input),)
     options = check_divergence(_NAME, input, (*leading, len(layers[1])), given, weight, reduction, dtype)
-    cast = autocast.lowered_dtype(OF_LAYERS, input)
-    if cast is not None:
-        layers = [None if each is None else each.to(cast) for each in layers]
+    layers = as_autocast_has(*layers)
     return [each if each is None or i < 3 else each.detach() for i, each in enumerate(layers)], options
 
 

@@ -21,8 +21,8 @@ from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import log_prob as of_logits
 from fused_softmax.ops.losses.cross_entropy import check_targets, check_targets_of_all
 from fused_softmax.ops.losses.linear_by_rows import (
-    OF_LAYERS,
     Linear,
+    as_autocast_has,
     check_layer,
     chunks,
     counted,
@@ -170,10 +170,7 @@ def _checked(
     check_layer(_NAME, input, linear_weight, linear_bias, how["chunk_size"], how["accumulate"])
     if how["logits"] not in ("auto", "keep", "recompute"):
         raise ValueError(f'{_NAME}: logits must be "auto", "keep" or "recompute", got {described(how["logits"])}')
-    cast = autocast.lowered_dtype(OF_LAYERS, input)
-    if cast is not None:
-        input, linear_weight = input.to(cast), linear_weight.to(cast)
-        linear_bias = None if linear_bias is None else linear_bias.to(cast)
+    input, linear_weight, linear_bias = as_autocast_has(input, linear_weight, linear_bias)
     if over is not None:
         linear_weight = own_classes(_NAME, "linear_weight", linear_weight, over.group)
         linear_bias = own_classes(_NAME, "linear_bias", linear_bias, over.group)

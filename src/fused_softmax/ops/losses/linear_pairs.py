@@ -19,11 +19,11 @@ from fused_softmax.ops import autocast
 from fused_softmax.ops.losses.divergence import reduced
 from fused_softmax.ops.losses.divergence_launches import Pair, PairRows
 from fused_softmax.ops.losses.divergence_rows import gradients, lse_of, referred, run, with_rows
-from fused_softmax.ops.losses.linear_by_classes import of_counted
 from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, linear_of, lowered, scaled
 from fused_softmax.ops.losses.options import Divergence
 from fused_softmax.ops.losses.over_ranks.divergence import OfCall, gradients_of, rows_of_all
 from fused_softmax.ops.losses.over_ranks.linear import Summing, group_of
+from fused_softmax.ops.losses.sums import of_counted
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Shards
 

@@ -19,12 +19,12 @@ from fused_softmax.core.route import on_device
 from fused_softmax.ops.losses import launches as losses
 from fused_softmax.ops.losses import linear_cross_entropy as linear_ops
 from fused_softmax.ops.losses import reference
-from fused_softmax.ops.losses.linear_by_classes import left_out_of, of_counted, without
+from fused_softmax.ops.losses.linear_by_classes import without
 from fused_softmax.ops.losses.linear_by_rows import linear_of, lowered
 from fused_softmax.ops.losses.options import WITHOUT_ROWS, Loss
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.steps import Kind, differentiable_gradient, losses_of
-from fused_softmax.ops.losses.sums import totals_of
+from fused_softmax.ops.losses.sums import left_out_of, of_counted, totals_of
 
 _LOSS = Loss.schema()
 _LAST = Loss.schema(["batch_invariant"])

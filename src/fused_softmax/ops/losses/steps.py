@@ -32,13 +32,14 @@ from fused_softmax.ops.losses.launches import (
     rows_for,
     with_whole_rows,
 )
-from fused_softmax.ops.losses.linear_by_classes import left_out_of, of_counted
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS, Wanted, shaped, stats_of
 from fused_softmax.ops.losses.overwritten import check_claim
 from fused_softmax.ops.losses.sums import (
     counts_targets,
     finish,
+    left_out_of,
+    of_counted,
     prepare_finish,
     prepare_multiply,
     prepare_totals,

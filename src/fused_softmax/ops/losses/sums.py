@@ -125,6 +125,20 @@ def prepare_finish(
     return compose(build, of_rows(summing, for_losses, n), n=n, by_row=True)
 
 
+def left_out_of(target: Tensor, loss: Loss, dlse: Tensor | None = None) -> Tensor:
+    """Which rows [n] have no part in a gradient: ignored rows whose lse has no incoming gradient."""
+    ignored = target.long() == loss.ignore_index
+    return ignored if dlse is None else ignored & (dlse == 0)
+
+
+def of_counted(dy: Tensor, left_out: Tensor) -> Tensor:
+    """The gradient of a sum or mean; 0 if all rows are left out.
+
+    A division by how many rows count then makes it inf, and inf times the gradient of 0 would be NaN.
+    """
+    return dy.masked_fill(left_out.all(), 0.0)
+
+
 def multiply(dx: Tensor, factor: Tensor) -> Tensor:
     """dx times a factor of one element, in place; where that is 1 and dx is contiguous, nothing is read."""
     kept("multiply", None, (dx, factor), prepare_multiply, dx, factor)(dx, factor)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.no_gradient import LOSS, refuse, saved_of
 from fused_softmax.core.route import resolved
-from fused_softmax.ops.losses.linear_by_classes import add_product, left_out_of, of_counted
+from fused_softmax.ops.losses.linear_by_classes import add_product
 from fused_softmax.ops.losses.linear_by_rows import Gradients, Linear, chunks, divides_late, lowered
 from fused_softmax.ops.losses.options import Loss
 from fused_softmax.ops.losses.output import STATISTICS
@@ -34,6 +34,7 @@ from fused_softmax.ops.losses.over_ranks.states import (
     stats_of,
     weights_of,
 )
+from fused_softmax.ops.losses.sums import left_out_of, of_counted
 from fused_softmax.ranks.first_derivative import once
 from fused_softmax.ranks.groups import Shards, gather
 
