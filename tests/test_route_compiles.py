@@ -27,7 +27,7 @@ CALLS = {
     "256 experts": (16384, 256, 8, PLAIN, 48),
     "384 experts": (16384, 384, 8, PLAIN, 56),
     "512 experts": (16384, 512, 10, PLAIN, 64),
-    "2304 experts": (8192, 2304, 36, PLAIN, 104),
+    "2304 experts": (8192, 2304, 36, PLAIN, 160),
     "few rows": (64, 256, 8, PLAIN, 56),
     "few rows by groups": (64, 256, 8, V3, 80),
     "counts": (16384, 256, 8, {}, 64),

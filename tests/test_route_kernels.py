@@ -153,6 +153,40 @@ def test_the_greatest_k_and_number_of_experts(device):
     assert_same(x, 64, {"return_counts": False}, device, ("weights",))
 
 
+# Where the best experts are: those of one lane of 32, so that its list of eight keys has too few of them.
+CROWDED = {
+    "one lane": lambda x: x[:, 5::32].add_(20),
+    "two lanes": lambda x: (x[:, 5::32].add_(20), x[:, 31::32].add_(20)),
+    "nine of a lane": lambda x: x[:, 5::32][:, :9].add_(20),
+    "eight of a lane": lambda x: x[:, 5::32][:, :8].add_(20),
+    "equal": lambda x: x.zero_(),
+    "equal in a lane": lambda x: x[:, 5::32].fill_(20),
+    "a few values": lambda x: x.round_(),
+    "one expert of a number": lambda x: x[:, 1:].fill_(-INF),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("n_experts", "k"), [(544, 17), (545, 9), (896, 16), (1030, 8), (2304, 36), (4096, 64)])
+@pytest.mark.parametrize("crowded", CROWDED)
+@pairwise()
+def test_a_merged_list_that_has_too_few(crowded, n_experts, k, dtype, device):
+    x = rows(3, n_experts, dtype)
+    CROWDED[crowded](x)
+    assert_same(x, k, {"return_counts": False}, device, ("weights",))
+
+
+def test_where_lists_are_merged():
+    def merges(n_experts, k, **others):
+        return RouteSpec(
+            n_experts=n_experts, k=k, rows=1, score="softmax", score_first=True, renormalize=True, stacks=True, **others
+        ).merges
+
+    assert [merges(n, 8) for n in (512, 513, 2304)] == [False, True, True]
+    assert not merges(2304, 7)
+    assert not merges(2304, 8, n_groups=4, groups_kept=2)
+
+
 STRATEGIES = {"held": launches.HELD, "read again": 0}  # how programs add up their rows, by the HELD that asks for it
 
 

@@ -4,6 +4,9 @@ Each lane of a warp sorts the keys of its own experts, of up to 8 tiles: a list.
 heads of all lists, which takes one instruction of a warp. The lane that had it then drops that head from its list. If a
 logit has at most 19 bits, its key shares a word with the number of its expert, so that no two keys are equal. Otherwise
 a second instruction finds the expert.
+
+If a lane has more than two lists, it merges them into one list of its 8 best keys (K.merges). A choice from these lists
+is right while no lane needs a ninth key. After that, the row is read again, and each choice looks at all its keys.
 """
 
 import triton
@@ -11,6 +14,7 @@ import triton.language as tl
 
 from fused_softmax.ops.routing.kernels.common import (
     LANES,
+    LIST,
     experts_of,
     in_lanes,
     lanes,
@@ -19,15 +23,17 @@ from fused_softmax.ops.routing.kernels.common import (
     over_tiles,
     score_of,
     sortable,
+    tiles_of,
 )
 
 LOWEST = tl.constexpr(-(2**31))  # a key below that of any number
 EXPERT = tl.constexpr(2**13 - 1)  # the bits of a packed key for the expert, all flipped: of equal keys the lowest wins
 NONE = tl.constexpr(2**31 - 1)
+MOST_LEVELS = tl.constexpr(4)  # of merging the stacked lists of a lane, 4096 / LANES / LIST at most
 
 
 @triton.jit
-def choose(heads, experts, n_turns, K: tl.constexpr):
+def choose(heads, experts, R, m, total, bias_ptr, n_turns, K: tl.constexpr):
     """(found, ids, last, last_id): the K.k best experts of each row, by the lists of `lists_of`.
 
     found, ids: their keys and experts, a tile [rows, LANES] for each half. last, last_id: key and expert of the last
@@ -39,19 +45,89 @@ def choose(heads, experts, n_turns, K: tl.constexpr):
         found = found + (in_lanes(LOWEST, tl.int32, K),)  # noqa: RUF005  the compiler has no unpacking
         ids = ids + (in_lanes(-1, tl.int32, K),)  # noqa: RUF005
     best, at = of_each(LOWEST, tl.int32, K), of_each(-1, tl.int32, K)
-    if K.packed:
+    if K.merges:
+        found, ids, best, at = choose_merged(found, ids, heads, experts, R, m, total, bias_ptr, n_turns, K)
+    elif K.packed:
         for turn in range(K.k):
             best = best_head(heads, K)
             found = recorded(found, best, turn)
             heads, experts = after(heads, experts, best, best, K)
-        ids = experts_of_packed(found)
     else:
         for turn in range(n_turns):  # K.k, hidden from the compiler, which would unroll the loop
             best = best_head(heads, K)
             at = first_at(heads, experts, best, K)
             found, ids = recorded(found, best, turn), recorded(ids, at, turn)
             heads, experts = after(heads, experts, best, at, K)
+    if K.packed:
+        ids = experts_of_packed(found)
     return found, ids, best, at
+
+
+@triton.jit
+def choose_merged(found, ids, heads, experts, R, m, total, bias_ptr, n_turns, K: tl.constexpr):
+    """`choose` by one list of each lane. Where a list may have too few keys, rows are read again."""
+    least = tl.max(tl.max(tl.max(heads[LIST - 1], axis=0), axis=1), axis=0)  # no key that is above it is in no list
+    best, at = of_each(LOWEST, tl.int32, K), of_each(-1, tl.int32, K)
+    next_best = best_head(heads, K)
+    turn = tl.zeros([], tl.int32)
+    sure = turn < n_turns
+    while sure:
+        best = next_best
+        found = recorded(found, best, turn)
+        if not K.packed:
+            at = first_at(heads, experts, best, K)
+            ids = recorded(ids, at, turn)
+        heads, experts = after(heads, experts, best, at, K)
+        next_best = best_head(heads, K)
+        turn += 1
+        sure = (turn < n_turns) & ((turn < LIST) | (tl.max(next_best, axis=0) > least))
+    if turn < n_turns:
+        keys, _ = keys_of(tiles_of(R, K), m, total, bias_ptr, K)
+        for late in range(turn, n_turns):
+            best, at = best_after(keys, best, at, K)
+            found = recorded(found, best, late)
+            if not K.packed:
+                ids = recorded(ids, at, late)
+    return found, ids, best, at
+
+
+@triton.jit
+def best_after(keys, last, last_id, K: tl.constexpr):
+    """(key, expert) of the choice that follows the last one. If K.packed, the key has the expert."""
+    N_CHUNKS: tl.constexpr = K.n_chunks
+    CHUNKS: tl.constexpr = K.chunks
+    START: tl.constexpr = K.starts
+    below = over_tiles(coded(last, last_id, K))
+    best = coded(in_lanes(LOWEST, tl.int32, K), NONE, K)
+    for c in tl.static_range(N_CHUNKS):
+        of_chunk = best_below(keys, below, START[c], CHUNKS[3 * c], CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], K)
+        best = tl.maximum(best, of_chunk)
+    best = tl.max(best, axis=1)
+    if K.packed:
+        return best, last_id
+    else:
+        return (best >> 32).to(tl.int32), (best & NONE).to(tl.int32) ^ NONE
+
+
+@triton.jit
+def best_below(
+    keys, below, START: tl.constexpr, FIRST: tl.constexpr, STACKED: tl.constexpr, LENGTH: tl.constexpr, K: tl.constexpr
+):
+    best = coded(in_lanes(LOWEST, tl.int32, K), NONE, K)
+    for t in tl.static_range(LENGTH):
+        experts, _ = experts_of(FIRST + t, STACKED, K)
+        code = coded(keys[START + t], experts, K)
+        best = tl.maximum(best, tl.max(tl.where(code < below, code, coded(LOWEST, NONE, K)), axis=0))
+    return best
+
+
+@triton.jit
+def coded(key, expert, K: tl.constexpr):
+    """Numbers that sort as choices do: packed keys, or keys followed by the bits of their experts, all flipped."""
+    if K.packed:
+        return key
+    else:
+        return ((tl.zeros([], tl.int64) + key) << 32) | (expert ^ NONE)
 
 
 @triton.jit
@@ -171,9 +247,56 @@ def lists_of(keys, K: tl.constexpr):
     heads, experts = (), ()
     for c in tl.static_range(N_CHUNKS):
         some, of_some = list_of_chunk(keys, START[c], CHUNKS[3 * c], CHUNKS[3 * c + 1], CHUNKS[3 * c + 2], K)
-        heads = heads + some
-        experts = experts + of_some
+        if K.merges:
+            some, of_some = one_list(some, of_some, CHUNKS[3 * c + 1], K)
+            if c == 0:
+                heads, experts = some, of_some
+            else:
+                heads, experts = merged(heads, experts, some, of_some, K)
+        else:
+            heads = heads + some
+            experts = experts + of_some
     return heads, experts
+
+
+@triton.jit
+def one_list(heads, experts, STACKED: tl.constexpr, K: tl.constexpr):
+    """The stacked lists of a chunk as one list of LIST keys."""
+    for _ in tl.static_range(LIST - len(heads)):
+        heads = heads + (tl.full(heads[0].shape, LOWEST, tl.int32),)  # noqa: RUF005
+        experts = experts + (experts[0],)  # noqa: RUF005
+    for level in tl.static_range(MOST_LEVELS):
+        if STACKED >> level > 1:
+            upper, lower = halves_of(heads)
+            of_upper, of_lower = halves_of(experts)
+            heads, experts = merged(upper, of_upper, lower, of_lower, K)
+    return heads, experts
+
+
+@triton.jit
+def halves_of(stacked):
+    """The upper and the lower half of each tensor of stacked tiles."""
+    HALF: tl.constexpr = stacked[0].shape[0] // 2
+    upper, lower = (), ()
+    for i in tl.static_range(len(stacked)):
+        a, b = tl.split(tl.permute(tl.reshape(stacked[i], [2, HALF, 1, LANES]), [1, 2, 3, 0]))
+        upper, lower = upper + (a,), lower + (b,)  # noqa: RUF005
+    return upper, lower
+
+
+@triton.jit
+def merged(heads, experts, others, of_others, K: tl.constexpr):
+    """The LIST greatest of two sorted lists, sorted: K. E. Batcher's bitonic merge of 1968."""
+    values, of_values = heads, experts
+    for i in tl.static_range(LIST):
+        two, of_two = (values[i], others[LIST - 1 - i]), (of_values[i], of_others[LIST - 1 - i])
+        two, of_two = exchanged(two, of_two, 0, 1, K)
+        values, of_values = replaced(values, i, two[0], -1, two[0]), replaced(of_values, i, of_two[0], -1, of_two[0])
+    for half in tl.static_range(3):
+        for i in tl.static_range(LIST):
+            if i & (4 >> half) == 0:
+                values, of_values = exchanged(values, of_values, i, i + (4 >> half), K)
+    return values, of_values
 
 
 @triton.jit
@@ -225,10 +348,10 @@ def replaced(values, I: tl.constexpr, at_i, J: tl.constexpr, at_j):
 
 @triton.jit
 def best_head(heads, K: tl.constexpr):
-    N_CHUNKS: tl.constexpr = K.n_chunks
+    N_LISTS: tl.constexpr = K.n_lists
     LISTS: tl.constexpr = K.lists
     best = tl.max(heads[0], axis=0)
-    for c in tl.static_range(1, N_CHUNKS):
+    for c in tl.static_range(1, N_LISTS):
         best = tl.maximum(best, tl.max(heads[LISTS[2 * c]], axis=0))
     return tl.max(best, axis=1)
 
@@ -236,11 +359,11 @@ def best_head(heads, K: tl.constexpr):
 @triton.jit
 def first_at(heads, experts, best, K: tl.constexpr):
     """The lowest expert among the heads that are `best`."""
-    N_CHUNKS: tl.constexpr = K.n_chunks
+    N_LISTS: tl.constexpr = K.n_lists
     LISTS: tl.constexpr = K.lists
     best = over_tiles(best)
     first = tl.min(tl.where(heads[0] == best, experts[0], NONE), axis=0)
-    for c in tl.static_range(1, N_CHUNKS):
+    for c in tl.static_range(1, N_LISTS):
         of_list = tl.where(heads[LISTS[2 * c]] == best, experts[LISTS[2 * c]], NONE)
         first = tl.minimum(first, tl.min(of_list, axis=0))
     return tl.min(first, axis=1)
@@ -258,10 +381,10 @@ def recorded(halves, of_rows, turn):
 @triton.jit
 def after(heads, experts, best, at, K: tl.constexpr):
     """The lists, without the head that was chosen: its list moves up by one."""
-    N_CHUNKS: tl.constexpr = K.n_chunks
+    N_LISTS: tl.constexpr = K.n_lists
     LISTS: tl.constexpr = K.lists
     rest, of_rest = (), ()
-    for c in tl.static_range(N_CHUNKS):
+    for c in tl.static_range(N_LISTS):
         some, of_some = after_in_list(heads, experts, best, at, LISTS[2 * c], LISTS[2 * c + 1], K)
         rest = rest + some
         of_rest = of_rest + of_some

@@ -110,7 +110,7 @@ def route_rows(
         routed = valid & (wrong == 0) & (m > NEG_INF) & (m < float("inf"))
         held = with_probs(held, scores, m, total, of_scores, routed, K)
     if given_ptr is None:
-        found, ids, last, last_id = choose(heads, experts, n_turns, K)
+        found, ids, last, last_id = choose(heads, experts, R, m, total, bias_ptr, n_turns, K)
         x = numbers_of(found, K)
         if K.held:
             held = with_choices(held, keys, last, last_id, routed, K)

@@ -98,11 +98,22 @@ class RouteSpec:
         return tuple(sum(self.chunks[2 : 3 * c : 3]) for c in range(self.n_chunks))
 
     @property
+    def merges(self) -> bool:
+        """Whether a lane's lists, more than two of them, are merged into one, so that a choice moves one list up."""
+        return self.stacks and not self.grouped and self.k >= LIST and sum(self.chunks[1::3]) > 2
+
+    @property
+    def n_lists(self) -> int:
+        return 1 if self.merges else self.n_chunks
+
+    @property
     def lists(self) -> tuple[int, ...]:
         """Two numbers for each chunk: where its lists begin in the tuple of all, and how long they are.
 
-        Longer than k they need not be: no more is taken from one.
+        Longer than k they need not be: no more is taken from one. If lists are merged: of the one list.
         """
+        if self.merges:
+            return 0, LIST
         found, at = [], 0
         for length in self.chunks[2::3]:
             found += [at, min(length, self.k)]
