@@ -16,6 +16,7 @@ from fused_softmax.ops.routing.options import Routing
 from fused_softmax.ops.routing.plan import RoutePlan, plan_route
 
 MOST_EXPERTS, MOST_K = 4096, 64
+MOST_ROWS = 2**30  # kernels number rows in 32 bits
 MOST_GROUPS, MOST_GROUP_TILES = LANES, 64  # each group has a lane, and its experts begin with a tile of their own
 HELD = 16  # tiles of experts up to which registers hold the sums of a program; with more it reads its rows again
 COPIES = 4  # of the slots of all rows: 16384 x 256 with losses 17.5 us, by one copy 18.7, by 16 19.3
@@ -69,6 +70,8 @@ def refused_sizes(n_rows: int, n_experts: int, options: Routing) -> str:
     """Why kernels do not take rows; "" if they do."""
     if not n_rows:
         return "there are no rows"
+    if n_rows > MOST_ROWS:
+        return f"no kernel has more than {MOST_ROWS} rows"
     if n_experts > MOST_EXPERTS or options.k > MOST_K:
         return f"no kernel has more than {MOST_EXPERTS} experts, or a k of more than {MOST_K}"
     size = n_experts // options.n_groups
@@ -162,6 +165,8 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     there = [i for i, each in enumerate(like) if each is not None]
 
     def for_rows(n: int) -> Any:
+        if n > MOST_ROWS:
+            return None
         other = plan_route(n, n_experts, asked.length(n), device_of(device), **how)
         if other.rows != plan.rows or _unit(n) != unit or n % other.length:
             return None
@@ -284,6 +289,7 @@ def prepare_gradient(
     spec = RouteSpec(
         n_experts=n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
         renormalize=options.renormalize, stacks=plan.alone, full=full, priced=of_results.aux_loss is not None,
+        sequences=options.in_sequences,
     )  # fmt: skip
 
     def arranged(given: RouteRows, rows: RoutedRows, d: OfResults) -> tuple[Tensor | None, ...]:

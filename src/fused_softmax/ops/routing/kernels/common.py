@@ -13,6 +13,18 @@ LEAST = tl.constexpr(-150.0)  # log2 of half the least float32 above 0
 
 
 @triton.jit
+def part_of_rows(length, n_parts, part_rows, K: tl.constexpr):
+    """(sequence, first, end): the rows of a program, and the sequence that they are of, 0 without sequences."""
+    program = tl.program_id(0)
+    if K.sequences:  # a division takes as long as a row of few experts
+        sequence, part = program // n_parts, program % n_parts
+    else:
+        sequence, part = program * 0, program
+    start, first = sequence * length, part * part_rows
+    return sequence, start + first, start + tl.minimum(first + part_rows, length)
+
+
+@triton.jit
 def lanes():
     return tl.arange(0, LANES)[None, :]
 

@@ -26,6 +26,7 @@ from fused_softmax.ops.routing.kernels.common import (
     logits_at,
     of_each,
     over,
+    part_of_rows,
     score_beside,
     score_of,
     tiles_of,
@@ -48,10 +49,7 @@ def _route(
     scale, unit, K: tl.constexpr,
 ):  # fmt: skip
     """A program has a part of the rows of a sequence. Without sequences, all rows are one."""
-    program = tl.program_id(0)
-    sequence, part = program // n_parts, program % n_parts
-    first = sequence.to(tl.int64) * length + part * part_rows
-    end = tl.minimum(first + part_rows, (sequence + 1).to(tl.int64) * length)
+    sequence, first, end = part_of_rows(length, n_parts, part_rows, K)
     held = nothing_held(K)
     for at in range(first, end, K.rows):
         held = route_rows(
@@ -68,8 +66,8 @@ def _route(
         else:
             tl.debug_barrier()  # add_rows reads what all threads have written
             add_rows(
-                x_ptr, noise_ptr, indices_ptr, states_ptr, x_row_stride, noise_row_stride, first, end, sequence,
-                n_parts, n_sequences, S, K,
+                x_ptr, noise_ptr, indices_ptr, states_ptr, x_row_stride, noise_row_stride, first.to(tl.int64),
+                end.to(tl.int64), sequence, n_parts, n_sequences, S, K,
             )  # fmt: skip
 
 
@@ -80,7 +78,7 @@ def route_rows(
 ):  # fmt: skip
     """Route K.rows rows from `first` on, those before `end`. Returns what is held, these rows included."""
     HALVES: tl.constexpr = K.halves
-    row = first + tl.arange(0, K.rows)
+    row = (first + tl.arange(0, K.rows)).to(tl.int64)
     here = row < end
     R = Given(
         x_ptr + (row * x_row_stride)[None, :, None],

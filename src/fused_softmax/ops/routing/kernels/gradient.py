@@ -22,6 +22,7 @@ from fused_softmax.ops.routing.kernels.common import (
     of_each,
     over,
     over_tiles,
+    part_of_rows,
     score_beside,
     slope_beside,
     tiles_of,
@@ -42,10 +43,7 @@ def _route_gradient(
 ):  # fmt: skip
     """A program has a part of the rows of a sequence. Without sequences, all rows are one."""
     HALVES: tl.constexpr = K.halves
-    program = tl.program_id(0)
-    sequence, part = program // n_parts, program % n_parts
-    first = sequence.to(tl.int64) * length + part * part_rows
-    end = tl.minimum(first + part_rows, (sequence + 1).to(tl.int64) * length)
+    sequence, first, end = part_of_rows(length, n_parts, part_rows, K)
     aux, of_z = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     if K.priced:
         aux = tl.load(daux_loss_ptr) * tl.load(shares_ptr + 1) * tl.load(shares_ptr + 2 + sequence)
@@ -55,7 +53,7 @@ def _route_gradient(
     P = Priced(dprob_sums_ptr, of_sequences_ptr, aux)
     prices = prices_of(P, K)
     for at in range(first, end, K.rows):
-        row = at + tl.arange(0, K.rows)
+        row = (at + tl.arange(0, K.rows)).to(tl.int64)
         here = row < end
         ids, slopes, inner = of_choices(
             x_ptr, noise_ptr, weights_ptr, indices_ptr, states_ptr, dweights_ptr, ddense_ptr, x_row_stride,

@@ -23,7 +23,7 @@ class RouteSpec:
     sums: whether rows are added up. held: whether registers hold the sums while rows are routed; else rows are added
         afterwards, in tiles of sum_rows x sum_cols, and sum_ids choices at a time.
     aligned: whether 8 divides the stride of rows, so that `add_rows` reads vectors.
-    sequences: whether rows are added up by sequences, each of which has a loss. copies: of the slots of each.
+    sequences: whether rows are taken and added up by sequences, each of which has a loss. copies: of the slots of each.
     full: in the gradient, whether experts that were not chosen have one. priced: whether it depends on the counts.
     """
 
