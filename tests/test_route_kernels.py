@@ -167,7 +167,7 @@ CROWDED = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("n_experts", "k"), [(544, 17), (545, 9), (896, 16), (1030, 8), (2304, 36), (4096, 64)])
+@pytest.mark.parametrize(("n_experts", "k"), [(544, 22), (545, 64), (896, 16), (2049, 8), (2304, 36), (4096, 64)])
 @pytest.mark.parametrize("crowded", CROWDED)
 @pairwise()
 def test_a_merged_list_that_has_too_few(crowded, n_experts, k, dtype, device):
@@ -182,9 +182,10 @@ def test_where_lists_are_merged():
             n_experts=n_experts, k=k, rows=1, score="softmax", score_first=True, renormalize=True, stacks=True, **others
         ).merges
 
-    assert [merges(n, 8) for n in (512, 513, 2304)] == [False, True, True]
-    assert not merges(2304, 7)
-    assert not merges(2304, 8, n_groups=4, groups_kept=2)
+    assert [merges(n, 32) for n in (512, 544, 2304)] == [False, True, True]
+    assert [merges(n, 8) for n in (1024, 2304)] == [False, True]
+    assert not merges(4096, 7)
+    assert not merges(2304, 16, n_groups=4, groups_kept=2)
 
 
 STRATEGIES = {"held": launches.HELD, "read again": 0}  # how programs add up their rows, by the HELD that asks for it

@@ -107,7 +107,8 @@ class GraphTimer:
         last = ys[-1]
         if complaint is None or last is None:
             return ""
-        last.fill_(math.nan if last.is_floating_point() else -1)
+        for part in last if isinstance(last, tuple) else (last,):
+            part.fill_(math.nan if part.is_floating_point() else -1)
         torch.cuda.synchronize()
         entrant.enqueue()
         torch.cuda.synchronize()

@@ -285,7 +285,7 @@ def prepare_gradient(
     of_weights = of_results.weights is not None or of_results.dense is not None
     everywhere = of_weights and options.score == "softmax" and options.score_first and not options.renormalize
     full = everywhere or any(each is not None for each in of_sums)
-    plan = plan or plan_route(n_rows, n_experts, options.length(n_rows), device_of(device), sums=full)
+    plan = plan or plan_route(n_rows, n_experts, options.length(n_rows), device_of(device), sums=full, gradient=True)
     spec = RouteSpec(
         n_experts=n_experts, k=options.k, rows=plan.rows, score=options.score, score_first=options.score_first,
         renormalize=options.renormalize, stacks=plan.alone, full=full, priced=of_results.aux_loss is not None,
@@ -313,7 +313,7 @@ def prepare_gradient(
     there = [i for i, each in enumerate(like) if each is not None]
 
     def for_rows(n: int) -> Any:
-        other = plan_route(n, n_experts, options.length(n), device_of(device), sums=full)
+        other = plan_route(n, n_experts, options.length(n), device_of(device), sums=full, gradient=True)
         if other.rows != plan.rows or n % other.length:
             return None
         return launched.again(

@@ -17,6 +17,9 @@ WARPS, PROGRAMS, TURNS = 4, 16, 4
 # Programs of WARPS warps a multiprocessor at most, where rows are added up: the gradient of 16384 x 256 with losses
 # 10.4 us, by 4 programs 16.7, by 16 10.7.
 SUMMING = 8
+# Programs of one warp a multiprocessor at most, for the gradient: 16384 x 512 with losses 18.7 us, by 16 programs 27.8.
+# Where they add up rows, 32 are too many: 8192 x 2304 with losses 134 us, by 16 programs 115.
+GRADIENT_ALONE = 32
 # Warps of a program whose registers hold the sums. 16384 x 256 with losses 15.7 us; x 64 8.8, by 4 warps 10.4.
 SUMMING_WARPS = 8
 # Registers of a thread for up to MANY_TILES tiles of sums, so that all those programs are resident at once. For more
@@ -53,11 +56,12 @@ class RoutePlan:
 
 
 def plan_route(
-    n_rows: int, n_experts: int, length: int, device: Device, sums: bool = False, held: int = 0
+    n_rows: int, n_experts: int, length: int, device: Device, sums: bool = False, held: int = 0, gradient: bool = False
 ) -> RoutePlan:  # fmt: skip
     """The plan for rows of a router's logits, at least one.
 
-    sums: whether rows are added up. held: tiles of experts whose sums are in registers; 0 if they are not.
+    sums: whether rows are added up, or their gradient depends on sums. held: tiles of experts whose sums are in
+    registers; 0 if they are not. gradient: whether it is the gradient's plan.
 
     >>> from fused_softmax.core.plan import H200
     >>> plan_route(16384, 256, 16384, H200).parts
@@ -72,7 +76,7 @@ def plan_route(
     if warps > 1:
         part_rows *= min(TURNS, max(1, -(-n_rows // (warps * PROGRAMS * device.sm_count))))
     if sums:
-        resident = SUMMING * min(2 * warps, WARPS) // warps
+        resident = GRADIENT_ALONE if alone and gradient else SUMMING * min(2 * warps, WARPS) // warps
         if held and warps > 1:
             times = 1 if held <= MANY_TILES else 2
             resident, registers = resident // times, REGISTERS * times

@@ -15,8 +15,8 @@ CHOSEN = 2
 # Functions of tiles, lists and keys: a word of the caller says what they do.
 _PLACES = frozenset({
     "after", "along_lanes", "best_head", "first_at", "in_lanes", "is_row_of_numbers", "keys_of", "lanes", "lists_of",
-    "logits_of_taken", "nothing_held", "number_found", "numbers_of", "of_each", "over", "recorded", "taken_of",
-    "tiles_of",
+    "logits_of_taken", "nothing_held", "number_found", "numbers_of", "of_each", "over", "part_of_rows", "recorded",
+    "taken_of", "tiles_of",
 })  # fmt: skip
 
 
@@ -42,7 +42,7 @@ ROUTES = (
         story=Story(
             {
                 "_route": Told(
-                    {"find the token": "program = tl.program_id"},
+                    {"find the token": "sequence, first, end"},
                     row="first",
                     m=(),
                     s=(),
@@ -51,7 +51,7 @@ ROUTES = (
                 ),
                 "route_rows": Told(
                     {
-                        "find the token": "row = first",
+                        "find the token": "row = (first",
                         "load": "tiles = tiles_of",
                         "choose": "wrong = of_each",
                         "check": "valid &= (m >",

@@ -5,8 +5,9 @@ heads of all lists, which takes one instruction of a warp. The lane that had it 
 logit has at most 19 bits, its key shares a word with the number of its expert, so that no two keys are equal. Otherwise
 a second instruction finds the expert.
 
-If a lane has more than two lists, it merges them into one list of its 8 best keys (K.merges). A choice from these lists
-is right while no lane needs a ninth key. After that, the row is read again, and each choice looks at all its keys.
+If a lane has many lists for many choices, it merges them into one list of its 8 best keys (K.merges). A choice from
+these lists is right while no lane needs a ninth key. After that, the row is read again, and each choice looks at all
+its keys.
 """
 
 import triton
