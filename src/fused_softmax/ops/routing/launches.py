@@ -1,6 +1,7 @@
 """Prepared launches of routing and of its gradient: one each, whatever is asked for."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -111,51 +112,18 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     """What routes rows like these: call(*given) -> RoutedRows."""
     from fused_softmax.ops.routing.kernels.forward import _route
 
-    x, noise = given.x, given.noise
-    (n_rows, n_experts), device, empty = x.shape, x.get_device(), allocator(x.device)
-    sums, sequences = options.sums, options.in_sequences
-    how: dict[str, Any] = {"sums": sums, "held": _held_tiles(n_experts, options) if sums else 0}
-    plan = plan or plan_route(n_rows, n_experts, options.length(n_rows), device_of(device), **how)
-    spec = _spec(given, options, plan, sums)
-    keeps = (sums and not spec.held) or (states and spec.totals)
-    k, unit = options.k, _unit(n_rows)
-    stride, where = 2 * n_experts + BESIDE, x.device
+    (n_rows, n_experts), device = given.x.shape, given.x.get_device()
+    planned = _planning(n_experts, device, options)
+    plan = plan or planned(n_rows)
+    spec = _spec(given, options, plan, options.sums)
+    keeps = (options.sums and not spec.held) or (states and spec.totals)
     asked = replace(options, bias=None, noise=None, indices=None, row_mask=None)  # a kept call holds no tensor
-
-    def results(plan: RoutePlan) -> tuple[RoutedRows, tuple[Tensor | None, ...]]:
-        """(what is returned, what programs leave for each other)."""
-        n, n_sequences = plan.n_rows, plan.n_rows // plan.length
-        rows = RoutedRows(
-            empty((n, k), (k, 1), torch.float32),
-            empty((n, k), (k, 1), torch.int32),
-            empty((n_experts,), (1,), torch.int32) if sums else None,
-            empty((n_experts,), (1,), torch.float32) if sums else None,
-            empty((), (), torch.float32) if asked.return_aux_loss else None,
-            empty((), (), torch.float32) if asked.return_z_loss else None,
-            empty((n, n_experts), (n_experts, 1), torch.float32) if asked.dense else None,
-            empty((n, spec.states), (spec.states, 1), torch.float32) if keeps else None,
-            empty((n_sequences, n_experts), (n_experts, 1), torch.int32) if sequences else None,
-            empty((2 + n_sequences,), (1,), torch.float32) if sums else None,
-        )
-        if not sums:
-            return rows, (None, None, None, None)
-        of_all = _slots(device, spec.copies * stride)
-        of_each = torch.zeros(n_sequences * stride, dtype=torch.int64, device=where) if sequences else of_all
-        squares = empty((plan.programs,), (1,), torch.float32) if asked.return_z_loss else None
-        balances = empty((n_sequences,), (1,), torch.float64) if sequences else None
-        return rows, (of_each, of_all if sequences else None, squares, balances)
-
-    def arranged(given: tuple, rows: RoutedRows, between: tuple) -> tuple[Tensor | None, ...]:
-        return (
-            *given, rows.weights, rows.indices, rows.dense, rows.states, *between, rows.shares,
-            rows.of_sequences, rows.counts, rows.prob_sums, rows.aux_loss, rows.z_loss,
-        )  # fmt: skip
-
-    like = arranged(given, *results(plan))
+    outputs = _Outputs(asked, spec, keeps, given.x.device, allocator(given.x.device))
+    like = _arranged(given, *outputs.of(plan))
     names = [name for name in _route.arg_names if name != "K" and not name.endswith("_ptr")]
     scalars = _scalars(plan) | {
-        "x_row_stride": x.stride(0), "noise_row_stride": 0 if noise is None else noise.stride(0),
-        "dense_row_stride": n_experts, "n_turns": k, "scale": float(options.scale), "unit": unit,
+        "x_row_stride": given.x.stride(0), "noise_row_stride": 0 if given.noise is None else given.noise.stride(0),
+        "dense_row_stride": n_experts, "n_turns": options.k, "scale": float(options.scale), "unit": _unit(n_rows),
     }  # fmt: skip
     launched = launch.prepare(
         _route, plan.programs, like, [scalars[name] for name in names], {"K": spec}, device=device,
@@ -164,30 +132,96 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     )  # fmt: skip
     there = [i for i, each in enumerate(like) if each is not None]
 
-    def for_rows(n: int) -> Any:
+    def for_rows(m: int, of: int) -> Any:
+        n = n_rows // of * m
         if n > MOST_ROWS:
             return None
-        other = plan_route(n, n_experts, asked.length(n), device_of(device), **how)
-        if other.rows != plan.rows or _unit(n) != unit or n % other.length:
+        other = planned(n)
+        if other.rows != plan.rows or _unit(n) != _unit(n_rows) or n % other.length:
             return None
         again = launched.again(
             other.programs, {names.index(name): value for name, value in _scalars(other).items() if name in names}
         )
-        return again and _calling(other, again)
+        return again and _calling(outputs, other, again, there)
 
-    def _calling(plan: RoutePlan, launch: Any) -> Any:
-        def call(*given):
-            rows, between = results(plan)
-            tensors = arranged(given, rows, between)
-            launch(*[tensors[i] for i in there])
-            return _of_examples(rows, between, asked.examples, unit) if sums and asked.examples else rows
-
-        return call
-
-    return Launched(_calling(plan, launched.__call__), lambda m, of: for_rows(n_rows // of * m), by_row=True)
+    return Launched(_calling(outputs, plan, launched.__call__, there), for_rows, by_row=True)
 
 
-def _of_examples(rows: Any, between: tuple, n: int, unit: float) -> RoutedRows:
+def _planning(n_experts: int, device: int, options: Routing) -> Callable[[int], RoutePlan]:
+    """plan(n_rows), for calls like one."""
+    facts, length, sums = device_of(device), options.length, options.sums
+    held = _held_tiles(n_experts, options) if sums else 0
+    return lambda n_rows: plan_route(n_rows, n_experts, length(n_rows), facts, sums, held)
+
+
+def _calling(outputs: "_Outputs", plan: RoutePlan, launch: Callable[..., None], there: list[int]) -> Any:
+    """call(*given) of a plan. there: the places of the tensors that the launch takes."""
+    asked, unit = outputs.asked, _unit(plan.n_rows)
+
+    def call(*given):
+        rows, between = outputs.of(plan)
+        tensors = _arranged(given, rows, between)
+        launch(*[tensors[i] for i in there])
+        return _of_examples(rows, between, asked.examples, unit) if asked.sums and asked.examples else rows
+
+    return call
+
+
+class Between(NamedTuple):
+    """What programs leave for each other, as `Sums` has it."""
+
+    slots: Tensor | None
+    all: Tensor | None
+    squares: Tensor | None
+    balances: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """Allocates what a launch writes. keeps: whether the states of rows are among it."""
+
+    asked: Routing
+    spec: RouteSpec
+    keeps: bool
+    where: torch.device
+    empty: Callable[..., Tensor]
+
+    def of(self, plan: RoutePlan) -> tuple[RoutedRows, Between]:
+        asked, spec, empty, n = self.asked, self.spec, self.empty, plan.n_rows
+        k, n_experts, n_sequences = spec.k, spec.n_experts, plan.n_rows // plan.length
+        rows = RoutedRows(
+            empty((n, k), (k, 1), torch.float32),
+            empty((n, k), (k, 1), torch.int32),
+            empty((n_experts,), (1,), torch.int32) if spec.sums else None,
+            empty((n_experts,), (1,), torch.float32) if spec.sums else None,
+            empty((), (), torch.float32) if asked.return_aux_loss else None,
+            empty((), (), torch.float32) if asked.return_z_loss else None,
+            empty((n, n_experts), (n_experts, 1), torch.float32) if asked.dense else None,
+            empty((n, spec.states), (spec.states, 1), torch.float32) if self.keeps else None,
+            empty((n_sequences, n_experts), (n_experts, 1), torch.int32) if spec.sequences else None,
+            empty((2 + n_sequences,), (1,), torch.float32) if spec.sums else None,
+        )
+        return rows, self._between(plan, n_sequences) if spec.sums else Between(None, None, None, None)
+
+    def _between(self, plan: RoutePlan, n_sequences: int) -> Between:
+        stride = 2 * self.spec.n_experts + BESIDE
+        of_all = _slots(self.where, self.spec.copies * stride)
+        squares = self.empty((plan.programs,), (1,), torch.float32) if self.asked.return_z_loss else None
+        if not self.spec.sequences:
+            return Between(of_all, None, squares, None)
+        of_each = torch.zeros(n_sequences * stride, dtype=torch.int64, device=self.where)
+        return Between(of_each, of_all, squares, self.empty((n_sequences,), (1,), torch.float64))
+
+
+def _arranged(given: tuple, rows: RoutedRows, between: Between) -> tuple[Tensor | None, ...]:
+    """The tensors of a launch, in the kernel's order."""
+    return (
+        *given, rows.weights, rows.indices, rows.dense, rows.states, *between, rows.shares, rows.of_sequences,
+        rows.counts, rows.prob_sums, rows.aux_loss, rows.z_loss,
+    )  # fmt: skip
+
+
+def _of_examples(rows: Any, between: Any, n: int, unit: float) -> RoutedRows:
     """With the sums of each of n examples, of what programs left of their sequences."""
     slots, _, squares, balances = between
     n_experts = len(rows.counts)
@@ -215,10 +249,10 @@ def _unit(n_rows: int) -> float:
     return 2.0 ** min(_UNIT_BITS, 62 - n_rows.bit_length())
 
 
-def _slots(device: int, size: int) -> Tensor:
-    if device >= 0:
-        return workspace.slots(device, 1, size, _SUMS)
-    return torch.zeros(size, dtype=torch.int64, device="cpu")
+def _slots(where: torch.device, size: int) -> Tensor:
+    if where.type == "cuda":
+        return workspace.slots(where.index, 1, size, _SUMS)
+    return torch.zeros(size, dtype=torch.int64, device=where)
 
 
 def _held_tiles(n_experts: int, options: Routing) -> int:
