@@ -56,55 +56,61 @@ def attention(
         k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0
-    n_queries, n_keys = q.shape[-2], k.shape[-2]
     if max(q.ndim, k.ndim, v.ndim) == 2:  # the one head has no dim
         sinks, alibi_slopes = (None if each is None else each.squeeze(0) for each in (sinks, alibi_slopes))
     z = q @ k.transpose(-2, -1) * scale
     z = z.expand(torch.broadcast_shapes(z.shape[:-2], v.shape[:-2]) + z.shape[-2:])
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    keep = None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        keep = attn_mask
-    for added in (bias, attn_mask if keep is None else None):
+    is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
+    for added in (bias, None if is_bool else attn_mask):
         z = z if added is None else z + added.to(arithmetic)
-    offset = n_keys - n_queries if causal_align == "bottom_right" else 0
-    rows = torch.arange(n_queries, device=q.device)[:, None] + offset
-    cols = torch.arange(n_keys, device=q.device)
+    behind = _behind(z, causal_align)
     if alibi_slopes is not None:
-        z = z - alibi_slopes.to(arithmetic)[..., None, None] * (rows - cols).abs()
-    left, right = (None, None) if window is None else window
-    if is_causal:
-        right = 0 if right is None else min(right, 0)
-    if left is not None:
-        keep = cols >= rows - left if keep is None else keep & (cols >= rows - left)
-    if right is not None:
-        keep = cols <= rows + right if keep is None else keep & (cols <= rows + right)
-    if keep is not None:
-        z = z.masked_fill(~keep, -math.inf)
-    kept = z
-    if sinks is not None:
-        z = torch.cat([z, sinks.to(arithmetic)[..., None, None].expand(*z.shape[:-1], 1)], -1)
-    # Of 0 and not of -inf, whose gradient is NaN even where the gradient of the result is 0.
-    empty = (z == -math.inf).all(-1, keepdim=True)
-    filled = z.masked_fill(empty, 0.0)
-    weights = torch.softmax(filled, -1).masked_fill(empty, 0.0)
-    p = weights[..., :n_keys]
+        z = z - alibi_slopes.to(arithmetic)[..., None, None] * behind.abs()
+    for kept in (attn_mask if is_bool else None, *_within(behind, is_causal, window)):
+        z = z if kept is None else z.masked_fill(~kept, -math.inf)
+    weights, lse = _normalised(z, None if sinks is None else sinks.to(arithmetic), return_lse)
+    p = weights[..., : z.shape[-1]]
     output = (p @ v).to(query.dtype)
     if not return_lse and not return_stats:
         return output
     beside = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = None
-    if return_lse:
-        lse = torch.logsumexp(filled, -1).masked_fill(empty.squeeze(-1), -math.inf).to(beside)
-    found = {}
     with torch.no_grad():
-        for name in return_stats:
-            if name == "entropy":
-                stat = torch.special.entr(weights).sum(-1)
-            elif name == "row_max":
-                stat = kept.amax(-1) if n_keys else kept.new_full(kept.shape[:-1], -math.inf)
-            else:
-                stat = p.sum(-2)
-            found[name] = stat.to(beside)
-    return AttentionOutput(output, lse, found)
+        stats = {name: _stat(name, z, weights).to(beside) for name in return_stats}
+    return AttentionOutput(output, None if lse is None else lse.to(beside), stats)
+
+
+def _behind(z: Tensor, causal_align: str) -> Tensor:
+    """How far each key lies behind each query, [queries, keys]."""
+    n_queries, n_keys = z.shape[-2:]
+    offset = n_keys - n_queries if causal_align == "bottom_right" else 0
+    rows = torch.arange(n_queries, device=z.device)[:, None] + offset
+    return rows - torch.arange(n_keys, device=z.device)
+
+
+def _within(behind: Tensor, is_causal: bool, window: tuple[int | None, int | None] | None) -> list[Tensor]:
+    """Which keys each query sees by the window and by causality."""
+    left, right = (None, None) if window is None else window
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    return ([] if left is None else [behind <= left]) + ([] if right is None else [behind >= -right])
+
+
+def _normalised(z: Tensor, sinks: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """(the softmax of scores, that of a sink last; their lse). A query that sees nothing has weights 0 and lse -inf."""
+    if sinks is not None:
+        z = torch.cat([z, sinks[..., None, None].expand(*z.shape[:-1], 1)], -1)
+    # Of 0 and not of -inf, whose gradient is NaN even where the gradient of the result is 0.
+    empty = (z == -math.inf).all(-1, keepdim=True)
+    filled = z.masked_fill(empty, 0.0)
+    lse = torch.logsumexp(filled, -1).masked_fill(empty.squeeze(-1), -math.inf) if return_lse else None
+    return torch.softmax(filled, -1).masked_fill(empty, 0.0), lse
+
+
+def _stat(name: str, z: Tensor, weights: Tensor) -> Tensor:
+    if name == "entropy":
+        return torch.special.entr(weights).sum(-1)
+    if name == "row_max":
+        return z.amax(-1) if z.shape[-1] else z.new_full(z.shape[:-1], -math.inf)
+    return weights[..., : z.shape[-1]].sum(-2)
