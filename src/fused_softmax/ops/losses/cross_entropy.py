@@ -201,65 +201,74 @@ def key_of(
 def _cross_entropy(input, target, options, wanted, lse, key):
     name = "cross_entropy"
     loss, n_classes = _checked(input, target, options, wanted)
-    weight, ignore_index, reduction = loss.weight, loss.ignore_index, loss.reduction
     if lse is not None:
         check_lse(name, lse, target, loss)
-    result_dtype = dtype_of_loss(name, input, target, wanted.dtype)
-    mesh = mesh_of_loss(name, {"input": input, "lse": lse}, target, weight)
+    dtype = dtype_of_loss(name, input, target, wanted.dtype)
+    mesh = mesh_of_loss(name, {"input": input, "lse": lse}, target, loss.weight)
     if mesh is not None:
-        if loss.batch_invariant:
-            refuse_batch_invariant(name, "the logits are a DTensor")
-        input = as_dtensor(input, mesh)
-        if not target.is_floating_point() and checks_values(input, target):
-            check_targets(name, target, n_classes, ignore_index)
-        if wanted.inplace and reduction != "none" and needs_grad(input):
-            check_overwritten(name, input)
-        if lse is None and not target.is_floating_point():
-            return loss_on_shards(input, target, loss, wanted, result_dtype)
-        return loss_of_whole_rows(cross_entropy, input, target, lse, loss, wanted, result_dtype)
-    tensors = [each for each in (input, target, weight, lse) if each is not None]
-    probabilities = target.is_floating_point()
-    refused = refused_loss(input, result_dtype, target, loss)
+        return _of_mesh(as_dtensor(input, mesh), target, loss, n_classes, wanted, dtype, lse)
+    refused = refused_loss(input, dtype, target, loss)
     if input.numel() == 0 or target.numel() == 0:
         refused = "there are no logits"
+    tensors = [each for each in (input, target, loss.weight, lse) if each is not None]
     route = route_of(name, *tensors, refused=refused, batches=False)
+    probabilities = target.is_floating_point()
     if not probabilities and checks_values(input, target):
-        check_targets(name, target, n_classes, ignore_index)
-    if route is Route.OPERATOR:
-        if probabilities:
-            return _of_probabilities(input, target, loss, wanted, result_dtype, traced=True)
-        return _traced(input, target, loss, wanted, result_dtype, lse)
-    if route is not Route.KERNEL:
-        if loss.batch_invariant and on_device(input) and input.numel():
-            refuse_batch_invariant(name, "torch's operations compute it")
-        plain = loss.plain and wanted == Wanted() and lse is None
-        if plain and target.dtype != torch.int32 and not (input.is_cuda and target.is_floating_point()):
-            weight = None if weight is None else weight.to(input.dtype)  # which torch alone asks to be one
-            if target.dtype == torch.uint8 and input.ndim > 2:  # which torch takes of one dim alone
-                target = target.long()
-            return torch.nn.functional.cross_entropy(
-                _spared(input, target, ignore_index), target, weight, ignore_index=ignore_index, reduction=reduction,
-                label_smoothing=loss.label_smoothing,
-            )  # fmt: skip
-        arithmetic = torch.float64 if torch.float64 in (input.dtype, result_dtype) else torch.float32
-        return composed(input, target, loss, wanted, result_dtype, arithmetic, lse)
-
+        check_targets(name, target, n_classes, loss.ignore_index)
+    if route is not Route.OPERATOR and route is not Route.KERNEL:
+        return _by_torch(input, target, loss, wanted, dtype, lse)
     if probabilities:
-        return _of_probabilities(input, target, loss, wanted, result_dtype)
-    rows = rows_for(rows_of(input), loss)
-    inplace = wanted.inplace and reduction != "none" and needs_grad(input)
-    if inplace:
-        _check_inplace(input, rows, wanted)
-    # In fp16, gradients underflow that loss scaling would have kept, before the scaled loss comes back.
-    at_once = needs_grad(input) and reduction != "none" and not wanted.stats
-    # If lse is given, the forward pass holds no rows from which a gradient could be made.
-    at_once = at_once and (inplace or (input.dtype != torch.float16 and lse is None))
-    kind = Kind(replace(loss, weight=None), wanted, result_dtype, inplace, at_once)
+        return _of_probabilities(input, target, loss, wanted, dtype, traced=route is Route.OPERATOR)
+    if route is Route.OPERATOR:
+        return _traced(input, target, loss, wanted, dtype, lse)
     numbers = tuple(options[name] for name in NUMBERS)
-    launched = _prepare_call(kind, input, target, weight, numbers, lse)
+    launched = _prepare_call(_kind_of(input, loss, wanted, dtype, lse), input, target, loss.weight, numbers, lse)
     if key is not None:
-        keep(launched, name, key, input, target, weight, *(() if lse is None else (lse,)))
-    return launched(input, target, weight, *numbers, lse)
+        keep(launched, name, key, input, target, loss.weight, *(() if lse is None else (lse,)))
+    return launched(input, target, loss.weight, *numbers, lse)
+
+
+def _of_mesh(input, target, loss, n_classes, wanted, dtype, lse):
+    """The loss of a DTensor."""
+    name, probabilities = "cross_entropy", target.is_floating_point()
+    if loss.batch_invariant:
+        refuse_batch_invariant(name, "the logits are a DTensor")
+    if not probabilities and checks_values(input, target):
+        check_targets(name, target, n_classes, loss.ignore_index)
+    if wanted.inplace and loss.reduction != "none" and needs_grad(input):
+        check_overwritten(name, input)
+    if lse is None and not probabilities:
+        return loss_on_shards(input, target, loss, wanted, dtype)
+    return loss_of_whole_rows(cross_entropy, input, target, lse, loss, wanted, dtype)
+
+
+def _by_torch(input, target, loss, wanted, dtype, lse):
+    """The loss by torch's function where that does what is asked, and else by torch's operations."""
+    if loss.batch_invariant and on_device(input) and input.numel():
+        refuse_batch_invariant("cross_entropy", "torch's operations compute it")
+    plain = loss.plain and wanted == Wanted() and lse is None
+    if not plain or target.dtype == torch.int32 or (input.is_cuda and target.is_floating_point()):
+        arithmetic = torch.float64 if torch.float64 in (input.dtype, dtype) else torch.float32
+        return composed(input, target, loss, wanted, dtype, arithmetic, lse)
+    weight = None if loss.weight is None else loss.weight.to(input.dtype)  # which torch alone asks to be one
+    if target.dtype == torch.uint8 and input.ndim > 2:  # which torch takes of one dim alone
+        target = target.long()
+    return torch.nn.functional.cross_entropy(
+        _spared(input, target, loss.ignore_index), target, weight, ignore_index=loss.ignore_index,
+        reduction=loss.reduction, label_smoothing=loss.label_smoothing,
+    )  # fmt: skip
+
+
+def _kind_of(input, loss, wanted, dtype, lse) -> Kind:
+    """What the kernels of a call compute, and when."""
+    summed = loss.reduction != "none" and needs_grad(input)
+    inplace = wanted.inplace and summed
+    if inplace:
+        _check_inplace(input, rows_for(rows_of(input), loss), wanted)
+    # In fp16, gradients underflow that loss scaling would have kept, before the scaled loss comes back.
+    # If lse is given, the forward pass holds no rows from which a gradient could be made.
+    at_once = summed and not wanted.stats and (inplace or (input.dtype != torch.float16 and lse is None))
+    return Kind(replace(loss, weight=None), wanted, dtype, inplace, at_once)
 
 
 def _of_probabilities(

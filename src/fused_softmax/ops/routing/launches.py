@@ -113,11 +113,11 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     from fused_softmax.ops.routing.kernels.forward import _route
 
     (n_rows, n_experts), device = given.x.shape, given.x.get_device()
-    planned = _planning(n_experts, device, options)
+    asked = replace(options, bias=None, noise=None, indices=None, row_mask=None)  # a kept call holds no tensor
+    planned = _planning(n_experts, device, asked)
     plan = plan or planned(n_rows)
     spec = _spec(given, options, plan, options.sums)
     keeps = (options.sums and not spec.held) or (states and spec.totals)
-    asked = replace(options, bias=None, noise=None, indices=None, row_mask=None)  # a kept call holds no tensor
     outputs = _Outputs(asked, spec, keeps, given.x.device, allocator(given.x.device))
     like = _arranged(given, *outputs.of(plan))
     names = [name for name in _route.arg_names if name != "K" and not name.endswith("_ptr")]
@@ -147,10 +147,10 @@ def prepare_route(given: RouteRows, options: Routing, states: bool, plan: RouteP
     return Launched(_calling(outputs, plan, launched.__call__, there), for_rows, by_row=True)
 
 
-def _planning(n_experts: int, device: int, options: Routing) -> Callable[[int], RoutePlan]:
+def _planning(n_experts: int, device: int, asked: Routing) -> Callable[[int], RoutePlan]:
     """plan(n_rows), for calls like one."""
-    facts, length, sums = device_of(device), options.length, options.sums
-    held = _held_tiles(n_experts, options) if sums else 0
+    facts, length, sums = device_of(device), asked.length, asked.sums
+    held = _held_tiles(n_experts, asked) if sums else 0
     return lambda n_rows: plan_route(n_rows, n_experts, length(n_rows), facts, sums, held)
 
 
