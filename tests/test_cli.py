@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,38 @@ def test_absent_and_untimed_providers_are_named_with_the_reason():
     for name in ("liger", "quack"):
         assert f"{name}: absent: ModuleNotFoundError" in result.output
     assert "persistent: untimed at 8 x 100 float32: a GPU kernel" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--provider", "liger"), "liger: absent: ModuleNotFoundError"),
+        (("--provider", "liger,quack"), "liger: absent: ModuleNotFoundError"),
+        (("--provider", "persistent"), "persistent: untimed at 8 x 100 float32: a GPU kernel"),
+        (("--provider", "torch"), "torch: skipped at 8 x 100 float32: too large"),
+    ],
+)
+def test_a_run_that_measures_nothing_fails_and_says_why(monkeypatch, arguments, why):
+    if "torch" in arguments:
+        monkeypatch.setattr(measure, "too_large", lambda *_: "too large")
+    result = bench(*arguments)
+    assert result.exit_code == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert line.startswith(f"Error: nothing was measured: {why}")
+
+
+def test_a_comparison_alone_is_no_failure_and_is_not_called_timed():
+    result = bench("--provider", "torch", "--verify-only")
+    assert result.exit_code == 0, result.output
+    assert "torch's results are also fused_softmax's" in result.stdout
+    assert "nothing was measured" not in result.stderr
+
+
+def test_steps_of_training_name_the_extra_that_they_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = fused_softmax("bench", "step", "--quick")
+    assert result.exit_code == 1
+    assert result.output == "Error: transformers is missing: pip install 'fused-softmax[hf]'\n"
 
 
 def test_a_wrong_provider_gets_no_speed_and_fails_the_run(monkeypatch, tmp_path):

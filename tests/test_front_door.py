@@ -156,6 +156,7 @@ BAD = [
     ("bench", "all", "--out", "x", "--resume", "--force"),
     ("bench", "all", "--out", "."),
     ("bench", "all", "--out", "/proc"),
+    ("bench", "all", "--out", "", "--resume"),
     ("report", "results.json", "-o", "x.html", "--charts", "/proc/x"),
     ("bench", "tune", "--out", "kept.json"),  # which is no table of plans
     ("bench", "tune", "--cols", "0"),
@@ -166,6 +167,7 @@ BAD = [
     ("report", "results.json", "full/../results.json", "-o", "x.html"),
     ("report", "results.json", "-o", "x.html", "--charts", "kept.json"),
     ("report", "results.json", "-o", "x.html", "--charts", "full"),
+    ("report", "results.json", "-o", "x.html", "--charts", "", "--force"),
     ("report", "results.html", "-o", "results.html", "--force"),
     ("report", "results.html", "-o", "link.html", "--force"),
     ("trace", "--matrix", "rows.json", "-o", "rows.json", "--force"),
@@ -192,6 +194,7 @@ BAD = [
     ("warm", "--for", "train", "--device", "h100", "--vocab", "0"),
     ("warm", "--for", "serve", "--device", "h100", "--heads", "7"),
     ("warm", "--for", "serve", "--device", "h100", "--folder", "rows.json"),
+    ("warm", "--for", "serve", "--device", "h100", "--folder", ""),  # which pathlib takes for the current folder
     ("serve", "--port", "99999"),
     ("serve", "--port", "x"),
     ("serve", "--host", "0.0.0.0"),  # which others reach, by names that nobody gave

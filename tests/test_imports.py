@@ -71,6 +71,19 @@ assert not read, read
 """)
 
 
+def test_recordings_name_the_extra_that_they_need():
+    python("""
+import sys
+sys.modules["numpy"] = None
+try:
+    from fused_softmax import trace
+except ImportError as error:
+    assert str(error) == "fused_softmax.trace needs NumPy, which is not installed: pip install 'fused-softmax[viz]'"
+else:
+    raise AssertionError("it was imported")
+""")
+
+
 def test_importing_asks_no_device_anything():
     python(f"""
 import importlib, inspect, sys

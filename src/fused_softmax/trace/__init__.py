@@ -30,10 +30,16 @@ interpret makes recordings in a worker, which is started once and kept.
 """
 
 import atexit
+import importlib.util
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+if importlib.util.find_spec("numpy") is None:
+    raise ModuleNotFoundError(
+        "fused_softmax.trace needs NumPy, which is not installed: pip install 'fused-softmax[viz]'", name="numpy"
+    )
 
 from fused_softmax.trace import asked as _asked
 from fused_softmax.trace import custom as _custom

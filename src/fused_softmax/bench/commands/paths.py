@@ -3,10 +3,21 @@
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-FILE = click.Path(path_type=Path)
+
+class _File(click.Path):
+    """A path that is not empty, as an unset variable of a script is: pathlib takes it for the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) == "":
+            self.fail("it is empty: give a name", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = _File(path_type=Path)
 OVERWRITE = "--force overwrites it"
 PICTURES = (".png", ".svg", ".pdf")
 

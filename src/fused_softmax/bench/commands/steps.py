@@ -1,5 +1,6 @@
 """`fused-softmax bench step`: which steps its arguments ask for, by which providers."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,8 @@ def step(ctx: click.Context, /, **options: Any) -> None:
     require_resumable(out, resume=resume, force=force)
     require_files(out, replace=resume or force)
     wanted = _wanted(options)
+    if importlib.util.find_spec("transformers") is None:
+        raise click.ClickException("transformers is missing: pip install 'fused-softmax[hf]'")
     with importing():
         from rich.console import Console
 
@@ -118,11 +121,9 @@ def step(ctx: click.Context, /, **options: Any) -> None:
         from fused_softmax.bench.measure import steps as measuring
         from fused_softmax.bench.results.record import CannotResume
         from fused_softmax.bench.show import report
-    console = new_console()
+    console, progress = new_console(), Console(stderr=True)
     try:
-        found, stopped, written = measuring.measured(
-            _asked(ctx.meta["typed"], wanted), console, Console(stderr=True), out, resume
-        )
+        found, stopped, written = measuring.measured(_asked(ctx.meta["typed"], wanted), console, progress, out, resume)
     except CannotResume as error:
         raise click.UsageError(str(error)) from None
     except saving.NotSaved as error:
@@ -131,6 +132,7 @@ def step(ctx: click.Context, /, **options: Any) -> None:
         raise
     report.print_run(found, console)
     report.print_end(found, console, stopped, [written] if written else [])
+    report.say_if_nothing(found, progress, stopped)
     code = run.exit_code(found, stopped)
     if code == INTERRUPTED:
         say_interrupted(ctx)

@@ -85,7 +85,7 @@ def bench(
     resume: bool = False,
     beside: Run | None = None,
 ) -> int:
-    """Measure, print, save. The exit code: 1 if a provider is wrong or ours fails, 130 if interrupted.
+    """Measure, print, save. The exit code: 1 if one is wrong, ours fails or nothing is measured, 130 if interrupted.
 
     beside: an earlier run, whose figures the plot has below those of this one.
     Raises CannotResume, before anything is measured, for a file that cannot be continued, and NotSaved, after what was
@@ -107,6 +107,7 @@ def bench(
     report.print_end(run, console, stopped, [path for path in (written, plot) if path])
     if plot and beside:
         report.say(console, f"{plot.name} has this run at the top, and figures of {machine_of(beside)} below.")
+    report.say_if_nothing(run, progress, stopped)
     return exit_code(run, stopped)
 
 
@@ -222,7 +223,8 @@ def save(run: Run, out: Path | None) -> Path | None:
 def exit_code(run: Run, stopped: str) -> int:
     if stopped:
         return 130 if stopped == INTERRUPTED else 1
-    return int(bool(record.failures(run)) or any(check.status in ("wrong", "failed") for check in run.checks))
+    failed = record.failures(run) or any(check.status in ("wrong", "failed") for check in run.checks)
+    return int(bool(failed) or record.found_nothing(run))
 
 
 def environment() -> dict[str, Any]:

@@ -275,6 +275,12 @@ def failures(run: Run) -> list[Point]:
     return [p for p in run.points if p.status == "wrong" or (p.provider == OWN and p.status == "refused")]
 
 
+def found_nothing(run: Run) -> bool:
+    """Whether no point was timed or compared, and no kernel was checked."""
+    found = (p.status in ("ok", "wrong") or not p.message or p.error is not None for p in run.points)
+    return not run.checks and not any(found)
+
+
 def without_figure(points: Iterable[Point]) -> list[str]:
     """Why points have no figure, or what to know of it: one line for all reasons that differ in their numbers alone."""
     reasons: dict[tuple[str, str, str], list[Point]] = {}

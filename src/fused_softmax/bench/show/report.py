@@ -15,7 +15,16 @@ from fused_softmax.bench.cases import Case, in_time
 from fused_softmax.bench.catalog import OWN, TORCH
 from fused_softmax.bench.entries.attention_kinds import flops
 from fused_softmax.bench.results.compare import Comparison
-from fused_softmax.bench.results.record import FirstCall, Point, Run, ceiling_of, floor_of, rows_only, without_figure
+from fused_softmax.bench.results.record import (
+    FirstCall,
+    Point,
+    Run,
+    ceiling_of,
+    floor_of,
+    found_nothing,
+    rows_only,
+    without_figure,
+)
 from fused_softmax.bench.show import first_calls, steps
 from fused_softmax.classic.naive import naive_traffic
 from fused_softmax.core.described import number_of
@@ -39,7 +48,9 @@ def print_head(run: Run, console: Console) -> None:
 
 def print_who_computes(console: Console, providers: Sequence[str], timed: bool) -> None:
     """Without a GPU: what the figures are of. providers: those that are measured."""
-    so = f"{OWN} is timed by them" if OWN in providers else f"{TORCH}'s times are also {OWN}'s"
+    so = f"{OWN} is {'timed' if timed else 'compared'} by them"
+    if OWN not in providers:
+        so = f"{TORCH}'s {'times' if timed else 'results'} are also {OWN}'s"
     say(console, f"On a CPU torch computes: this package calls torch's operations there, so {so}.")
     if timed:
         say(console, "Its kernels do not run here. --verify-only compares them under Triton's interpreter.")
@@ -184,6 +195,14 @@ def print_end(run: Run, console: Console, stopped: str, written: Sequence[Path])
         return
     for path in written:
         say(console, f"wrote {path}")
+
+
+def say_if_nothing(run: Run, progress: Console, stopped: str) -> None:
+    """Of a run to its end that found nothing: the first reason, for standard output may be a file."""
+    if not stopped and found_nothing(run):
+        reasons = without_figure(run.points)
+        more = f" (and {len(reasons) - 1} more)" if reasons[1:] else ""
+        say(progress, f"Error: nothing was measured: {reasons[0] if reasons else 'no case'}{more}")
 
 
 def duration(seconds: float) -> str:
