@@ -326,6 +326,14 @@ def test_the_command_refuses_what_it_cannot_do_in_one_line(asked, given, said):
     assert not asked
 
 
+def test_the_command_names_a_cache_that_cannot_be_written(asked, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/none")
+    result = command("warm", "--for", "serve", "--device", "h100")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("Error: cannot write into /proc/none: ")
+    assert not asked
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_the_command_wants_a_card_where_there_is_none(asked):
     result = command("warm", "--for", "serve")

@@ -376,7 +376,10 @@ def warm(
 
     with importing():
         import torch
-
+        from triton import knobs
+    if folder is None:  # before what builds its C sources there
+        paths.folder(None, None, Path(knobs.cache.dir))
+    with importing():
         from fused_softmax import ahead
         from fused_softmax.warm.uses import ROWS, USES, Model
     if sizes["heads"] % sizes["key_heads"]:

@@ -44,7 +44,7 @@ def drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> P
     return ending(*PICTURES)(ctx, param, path)
 
 
-def folder(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+def folder(ctx: click.Context | None, param: click.Parameter | None, path: Path | None) -> Path | None:
     """A click callback for a folder of outputs."""
     if path is not None:
         if path.exists() and not path.is_dir():
