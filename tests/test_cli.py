@@ -85,6 +85,14 @@ def test_a_comparison_alone_is_no_failure_and_is_not_called_timed():
     assert "nothing was measured" not in result.stderr
 
 
+def test_kernels_that_cannot_be_interpreted_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    result = bench("--provider", "fused", "--verify-only")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "pip install 'fused-softmax[viz]'" in result.stderr
+    assert bench("--provider", "torch", "--verify-only").exit_code == 0  # which has no kernels
+
+
 def test_steps_of_training_name_the_extra_that_they_need(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = fused_softmax("bench", "step", "--quick")

@@ -1,5 +1,6 @@
 """`fused-softmax bench [SWEEP]...`: which cases its arguments ask for, by which providers, and with what effort."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,9 +129,12 @@ def sweep_command(ctx: click.Context, /, **options: Any) -> None:
         with importing():
             from rich.console import Console
 
-            from fused_softmax.bench.measure import run
+            from fused_softmax.bench.measure import measure, run, verify
 
         asked = _asked(ctx.meta["typed"], measured)
+        interprets = asked.verify_only and not measure.on_gpu() and verify.kernels(asked.operations, asked.names)
+        if interprets and importlib.util.find_spec("numpy") is None:
+            raise click.ClickException("numpy is missing: pip install 'fused-softmax[viz]'")
         if warm:
             all_planned = compile_ahead([asked], device, measured_here)
             if not measured_here:
