@@ -276,9 +276,9 @@ def failures(run: Run) -> list[Point]:
 
 
 def found_nothing(run: Run) -> bool:
-    """Whether no point was timed or compared, and no kernel was checked."""
-    found = (p.status in ("ok", "wrong") or not p.message or p.error is not None for p in run.points)
-    return not run.checks and not any(found)
+    """Whether none of the points was timed or compared, and no kernel was checked."""
+    found = [p.status in ("ok", "wrong") or not p.message or p.error is not None for p in run.points]
+    return bool(found) and not run.checks and not any(found)
 
 
 def without_figure(points: Iterable[Point]) -> list[str]:

@@ -48,9 +48,9 @@ def print_head(run: Run, console: Console) -> None:
 
 def print_who_computes(console: Console, providers: Sequence[str], timed: bool) -> None:
     """Without a GPU: what the figures are of. providers: those that are measured."""
-    so = f"{OWN} is {'timed' if timed else 'compared'} by them"
-    if OWN not in providers:
-        so = f"{TORCH}'s {'times' if timed else 'results'} are also {OWN}'s"
+    so = f"{OWN} is timed by them" if OWN in providers else f"{TORCH}'s times are also {OWN}'s"
+    if not timed:
+        so = f"{TORCH}'s results are also {OWN}'s"
     say(console, f"On a CPU torch computes: this package calls torch's operations there, so {so}.")
     if timed:
         say(console, "Its kernels do not run here. --verify-only compares them under Triton's interpreter.")
@@ -202,7 +202,7 @@ def say_if_nothing(run: Run, progress: Console, stopped: str) -> None:
     if not stopped and found_nothing(run):
         reasons = without_figure(run.points)
         more = f" (and {len(reasons) - 1} more)" if reasons[1:] else ""
-        say(progress, f"Error: nothing was measured: {reasons[0] if reasons else 'no case'}{more}")
+        say(progress, f"Error: nothing was measured: {reasons[0]}{more}")
 
 
 def duration(seconds: float) -> str:
