@@ -87,6 +87,20 @@ def test_numbers_may_change_within_compiled_code(device):
         sample(x, -1.0, seed=seed)
 
 
+OF_NUMBERS = {
+    "penalize": lambda x, s, a, b: (penalize(x, s[:, None], 1 + a, a, b),),
+    "filters": lambda x, s, a, b: (top_p_mask_logits(x, a), top_k_renorm_probs(x.abs(), int(10 * b))),
+}
+
+
+@pytest.mark.parametrize("call", OF_NUMBERS)
+def test_numbers_of_what_has_no_operator_may_change_within_compiled_code(call, device):
+    x, seed, _ = rows(2, device)
+    function, _ = compiled(OF_NUMBERS[call])
+    for numbers in ((0.5, 0.7), (0.6, 0.8), (0.75, 0.9)):
+        assert_same(function(x, seed, *numbers), OF_NUMBERS[call](x, seed, *numbers))
+
+
 def test_any_number_of_rows_is_one_graph(device):
     function, graphs = compiled(lambda x, s, p: sample(x, 0.7, 5, seed=s, position=p), dynamic=True)
     for n in (3, 5):
@@ -148,6 +162,20 @@ def test_fake_tensors_have_the_results_of_true_ones(device):
         with FakeTensorMode() as mode:
             fake = facts(call(*map(mode.from_tensor, given)))
         assert fake == facts(call(*given))
+
+
+@pytest.mark.parametrize("draft_logits", [False, True])
+def test_drafts_of_fake_tensors_have_the_results_of_true_ones(draft_logits, device):
+    """Top-p draws again until no row is left, and how many are left nobody can ask of them."""
+
+    def facts(x, drafts):
+        drawn = speculative_sample(x[None], drafts[None], x[None, 1:] if draft_logits else None, top_p=0.8, seed=1)
+        return [(each.shape, each.dtype, each.stride()) for each in drawn[:3]]
+
+    given = rows(3, device)[0], torch.tensor([1, 2], device=device)
+    with FakeTensorMode() as mode:
+        fake = facts(*map(mode.from_tensor, given))
+    assert fake == facts(*given)
 
 
 def test_vmap_is_composed_of_torchs_operations(device):

@@ -16,7 +16,7 @@ computed and drawn from.
 import torch
 from torch import Tensor
 
-from fused_softmax.core.route import within_functorch
+from fused_softmax.core.route import readable
 from fused_softmax.ops.sampling import noise
 
 ARRIVALS, RECORDS, RETRIES = 8, 4, 16
@@ -34,7 +34,7 @@ def draw_first(
     are rejected.
     """
     tokens, cut, is_cut, open_ = _first_arrivals(x, weights, kept, possible, seed, position)
-    here = open_.device.type == "cpu" and not torch.compiler.is_compiling() and not within_functorch()
+    here = readable(open_)
     for turn in range(ARRIVALS, ARRIVALS + RETRIES + 1):
         if here and not open_.any():  # on a device this would wait
             break

@@ -179,7 +179,7 @@ def penalize(
     tensor([[ 0.5000, -5.0000,  1.0000]])
     """
     penalties = Penalties(repetition, presence, frequency)
-    kinds = kinds_of(logits, token_ids, penalties)
+    kinds = None if torch.compiler.is_dynamo_compiling() else kinds_of(logits, token_ids, penalties)
     if kinds is not None:
         call = find("penalize", None, logits, *kinds, out)
         if call is not None:
