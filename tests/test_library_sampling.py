@@ -109,6 +109,19 @@ def test_any_number_of_rows_is_one_graph(device):
     assert len([graph for graph in graphs if operators(graph)]) == 1
 
 
+def test_shapes_of_a_tree_are_compared_once_its_parents_have_made_a_size_a_number(device):
+    x, _, _ = rows(3, device)
+
+    def call(x, drafts, top_p, bits):
+        asked = {"top_p": top_p, "bitmask": bits, "verify": "tree", "parents": [-1, -1], "seed": 1}
+        return speculative_sample(x, drafts, **asked)[:3]
+
+    given = x[None], torch.tensor([[1, 2]], device=device), x[None, :, 0].sigmoid(), torch.full((1, 3, 2), -1).int()
+    given = [each.to(device) for each in given]
+    function, _ = compiled(call, dynamic=True)
+    assert_same(function(*given), call(*given))
+
+
 def test_the_devices_own_generator_draws_anew_within_compiled_code(device):
     x = torch.zeros(4, 4096, device=device)
     function, _ = compiled(lambda x: sample(x, 0.7))

@@ -5,6 +5,7 @@ from.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -101,7 +102,7 @@ def sampling_of(
     if bitmask is not None:
         check_tensor(name, "bitmask", bitmask, logits, (torch.int32,), "int32")
         words, rows = -(-n_cols // 32), _first_of(leading)[1:]
-        if tuple(bitmask.shape[:-1]) not in rows or bitmask.shape[-1] < words:
+        if not _is_of(bitmask.shape[:-1], rows) or bitmask.shape[-1] < words:
             wanted = " or ".join(str((*each, words)) for each in rows)
             raise ValueError(
                 f"{name}: bitmask must have shape {wanted}, a bit for each of {n_cols} columns, "
@@ -236,9 +237,14 @@ def check_tensor(name: str, argument: str, tensor: Any, logits: Tensor, dtypes: 
 
 
 def check_shape(name: str, argument: str, tensor: Tensor, *shapes: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) not in shapes:
+    if not _is_of(tensor.shape, shapes):
         wanted = " or ".join(str(shape) for shape in shapes)
         raise ValueError(f"{name}: {argument} must have shape {wanted}, got {tuple(tensor.shape)}")
+
+
+def _is_of(shape: Leading, shapes: Iterable[Leading]) -> bool:
+    # For torch.compile, `in` may be False where a size that was dynamic has become a number since.
+    return any(tuple(shape) == each for each in shapes)
 
 
 def check_out(name: str, out: Any, logits: Tensor, dtype: torch.dtype, words: str, shape: tuple[int, ...]) -> None:
