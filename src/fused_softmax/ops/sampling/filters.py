@@ -59,7 +59,8 @@ def top_p_mask_logits(logits: Tensor, top_p: float | Tensor) -> Tensor:
     top_p: a number above 0, or a float tensor [] or [n_rows], which counts as float32; at least 1: all are kept.
 
     Returns a new tensor of the logits' shape and dtype; of equal logits at the boundary the lowest columns are kept. A
-    row with a NaN, with two inf or with a top_p of 0 or less is NaN.
+    row with a NaN, with two inf or with a top_p of 0 or less is NaN. With a number of at least 1, a row with two inf
+    stays as it is.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
     >>> top_p_mask_logits(torch.tensor([[0.0, 2.0, 1.0]]), 0.8)
@@ -75,6 +76,7 @@ def min_p_mask_logits(logits: Tensor, min_p: float | Tensor) -> Tensor:
     min_p: a number up to 1, or a float tensor [] or [n_rows], which counts as float32; at most 0: all are kept.
 
     Returns a new tensor of the logits' shape and dtype. A row with a NaN, with two inf or with a min_p above 1 is NaN.
+    With a number of at most 0, a row with two inf stays as it is.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
     >>> min_p_mask_logits(torch.tensor([[0.0, 2.0, 1.0]]), 0.3)
