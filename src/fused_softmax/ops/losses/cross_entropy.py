@@ -215,7 +215,7 @@ def _cross_entropy(input, target, options, wanted, lse, key):
     probabilities = target.is_floating_point()
     if not probabilities and checks_values(input, target):
         check_targets(name, target, n_classes, loss.ignore_index)
-    if route is not Route.OPERATOR and route is not Route.KERNEL:
+    if route not in (Route.OPERATOR, Route.KERNEL):
         return _by_torch(input, target, loss, wanted, dtype, lse)
     if probabilities:
         return _of_probabilities(input, target, loss, wanted, dtype, traced=route is Route.OPERATOR)
