@@ -93,8 +93,7 @@ def top_k_renorm_probs(probs: Tensor, top_k: int | Tensor) -> Tensor:
 
     Returns a new tensor of the probabilities' shape and dtype, rounded once. The kernels' sum of a row is off by less
     than n_cols * 2^-39 times its greatest probability, and that of 16-bit ones by less than 2^-22 of itself more. A row
-    is NaN if it has a NaN, an inf, a negative or nothing above 0. Rows in which fewer than top_k columns are above 0
-    take long.
+    is NaN if it has a NaN, an inf, a negative or nothing above 0.
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, naming the argument.
 
     >>> top_k_renorm_probs(torch.tensor([[0.25, 0.25, 0.5]]), 2)

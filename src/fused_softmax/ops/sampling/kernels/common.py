@@ -198,8 +198,8 @@ def log_of_prob(p):
 
 @triton.jit
 def weight_of_prob(p):
-    """The probability; NaN if it is inf, negative or NaN."""
-    return tl.where((p >= 0) & (p < INF), p, float("nan"))
+    """The probability; -inf if it is 0, so that no list has it, and NaN if it is inf, negative or NaN."""
+    return tl.where(p == 0, NEG_INF, tl.where((p > 0) & (p < INF), p, float("nan")))
 
 
 @triton.jit
