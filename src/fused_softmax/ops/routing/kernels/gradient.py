@@ -55,8 +55,6 @@ def _route_gradient(
     for at in range(first, end, K.rows):
         row = (at + tl.arange(0, K.rows)).to(tl.int64)
         here = row < end
-        if not K.full:  # before the choices are loaded, which takes longer
-            write_zeros(dx_ptr, dx_row_stride, row, here, of_each(0, tl.float32, K), K)
         ids, slopes, inner = of_choices(
             x_ptr, noise_ptr, weights_ptr, indices_ptr, states_ptr, dweights_ptr, ddense_ptr, x_row_stride,
             noise_row_stride, row, here, scale, K,
@@ -72,6 +70,8 @@ def _route_gradient(
             write_slopes(dx_ptr, dx_row_stride, tiles, prices, row, here, G, K)
             x = logits_of_taken(x_ptr, noise_ptr, x_row_stride, noise_row_stride, row, ids, K)
             slopes = with_all(slopes, x, ids, P, G, K)
+        else:
+            write_zeros(dx_ptr, dx_row_stride, row, here, of_each(0, tl.float32, K), K)
         tl.debug_barrier()  # all threads have written their experts before any writes the choices
         for h in tl.static_range(HALVES):
             at_ids = dx_ptr + row[:, None] * dx_row_stride + along_lanes(ids[h])
