@@ -56,6 +56,18 @@ def check_results():
         )
 
 
+def check_compiled_results():
+    """Named tuples come out of code that torch compiles, also out of that of the oldest torch."""
+    x, target = torch.randn(2, 8, 16, requires_grad=True), torch.tensor([0, -100] * 8)
+    for call in (
+        lambda x: fused_softmax.attention(x, x, x, return_lse=True),
+        lambda x: fused_softmax.sample(x[0], seed=1, return_logprobs="raw"),
+        lambda x: fused_softmax.linear_cross_entropy(x.flatten(0, 1), x[0], target, return_lse=True, skip_ignored=True),
+    ):
+        found = torch.compile(call, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(tuple(found)[:2], tuple(call(x))[:2])
+
+
 def check_files(version):
     found = metadata.version("fused-softmax")
     assert found == fused_softmax.__version__ == version, f"{found}, {fused_softmax.__version__}: not {version}"
@@ -90,6 +102,7 @@ def check_kernels(version):
 def main():
     version = sys.argv[1]
     check_results()
+    check_compiled_results()
     if os.environ.get(INTERPRETED) == "1":
         return
     check_files(version)

@@ -226,6 +226,17 @@ def test_class_dim_is_1_of_any_rank(shape, reduction, device):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("n_rows", [4, 3000, 9000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_mean_is_nan_where_all_weights_that_count_are_0(smoothing, n_rows, device):
+    weight = torch.arange(5.0, device=device)
+    target = torch.zeros(n_rows, dtype=torch.long, device=device)
+    for needs_grad in (False, True):
+        x = peaked(n_rows, 5).to(device).requires_grad_(needs_grad)
+        for of in (cross_entropy, F.cross_entropy):
+            assert of(x, target, weight=weight, label_smoothing=smoothing).isnan()
+
+
 @every_reduction
 @pytest.mark.parametrize("options", ["plain", "smoothing, weights"])
 def test_probabilities(reduction, options, device):

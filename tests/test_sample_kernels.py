@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fused_softmax import sample
+from fused_softmax.core import launch
 from fused_softmax.core.plan import H200
 from fused_softmax.ops.sampling import one_device, reference
 from fused_softmax.ops.sampling.calls import prepare_sample
@@ -241,6 +242,11 @@ def test_numbers_are_given_anew_with_every_call(device):
 
 REPORTS = {
     "of the logits as given": {"return_logprobs": "raw"},
+    "as given, by top-p": {"return_logprobs": "raw", "top_p": 0.8, "temperature": 0.6},
+    "as given, by top-k": {"return_logprobs": "raw", "top_k": 9, "temperature": 1.7},
+    "as given, by min-p": {"return_logprobs": "raw", "min_p": 0.1, "temperature": 0.6},
+    "as given, of the greatest one": {"return_logprobs": "raw", "top_p": 0.8, "temperature": 0.0},
+    "of all columns": {"return_logprobs": "processed", "temperature": 0.6},
     "of what filters kept": {"return_logprobs": "processed", "top_k": 9, "temperature": 0.7},
     "of the greatest one": {"return_logprobs": "processed", "temperature": 0.0},
 }
@@ -254,9 +260,29 @@ REPORTS = {
 def test_log_probabilities_of_tokens_and_of_the_greatest(of, n_top, held, device):
     x = rows_of_all_kinds(1100, device=device)
     x[2] = x[2].round()  # many of one logit
-    options = Sampling(**REPORTS[of], top_logprobs=n_top)
+    options = Sampling(**REPORTS[of], top_logprobs=n_top, return_rank=True)
     plan = replace(plan_draws(len(x), 1100, 4, H200), capacity=64 if held else 2, stretches=1, kept_warps=2)
     assert_reported(x, options, plan)
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.9}, {"min_p": 0.05}], ids=str
+)
+def test_logits_are_not_read_again_for_log_probabilities(filters, device, monkeypatch):
+    """Unless they are other logits than those that were drawn from."""
+    x = rows_of_all_kinds(1100, device=device)
+    prepared: list = []
+    prepare = launch.prepare
+    monkeypatch.setattr(launch, "prepare", lambda kernel, *a, **b: prepared.append(kernel) or prepare(kernel, *a, **b))
+
+    def reads(**options):
+        prepared.clear()
+        assert_reported(x, Sampling(0.7, **filters, top_logprobs=5, **options))
+        return sum(kernel.__name__ in ("_draw", "_stretches") for kernel in prepared)
+
+    bias = torch.zeros(1100, device=device)
+    assert (reads(return_logprobs="raw"), reads(return_logprobs="raw", logit_bias=bias)) == (1, 2)
+    assert (reads(return_logprobs="processed"), reads(return_logprobs="processed", logit_bias=bias)) == (1, 1)
 
 
 @pytest.mark.parametrize("capacity", [64, 1], ids=["few lanes hold the greatest", "the row is read again"])
@@ -298,9 +324,12 @@ def assert_reported(x, options, plan=None):
     drawn = drawn_by(prepare_sample(x, options, seed, position, None, plan), x, options)
     wanted = reference.sample(x, seed, position, **options.options())
     assert torch.equal(drawn.tokens, wanted.tokens)
+    assert torch.equal(drawn.valid, wanted.valid)
     assert drawn.kept is None
     near = {"rtol": 1e-5, "atol": 2e-5, "equal_nan": True}
     torch.testing.assert_close(drawn.logprobs, wanted.logprobs, **near)
+    if options.return_rank:
+        assert torch.equal(drawn.rank, wanted.rank)
     if options.top_logprobs:
         torch.testing.assert_close(drawn.top_logprobs, wanted.top_logprobs, **near)
         assert torch.equal(drawn.top_tokens, wanted.top_tokens)

@@ -25,6 +25,10 @@ CALLS = {
     ),
     "min-p": ({"min_p": 0.05}, {"_stretches": 64, "_draw_above": 128}),
     "log-probabilities": ({"return_logprobs": "raw", "top_logprobs": 20}, {"_stretches": 64, "_report": 128}),
+    "log-probabilities beside top-p": (
+        {"top_p": 0.9, "return_logprobs": "raw", "top_logprobs": 20},
+        {"_stretches": 80, "_report": 128},
+    ),
 }
 # Bytes, of programs whose rows are read again; none of what reads all logits. `_bound` has 16 of 8192 codes a thread.
 SPILLED = {"_choose": 16, "_bound": 100, "_weigh": 16, "_report": 16, "_draw_above": 16, "_redraw": 100}

@@ -1,6 +1,7 @@
 """The filters on their own, and penalties, against a stable sort and transformers' processors."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from transformers.generation import logits_process
 import fused_softmax
 from fused_softmax import penalize
 from fused_softmax.ops.sampling import operators, reference, turns
+from fused_softmax.ops.sampling.kernels import judged, wide
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FILTERS = [("top_k", 1), ("top_k", 7), ("top_k", 0), ("top_p", 0.3), ("top_p", 0.9), ("top_p", 1.0), ("min_p", 0.1)]
 INF, NAN = math.inf, math.nan
+INTERPRETED = os.environ.get("FUSED_SOFTMAX_INTERPRET") == "1"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,6 +78,28 @@ def test_of_equal_probabilities_the_lowest_columns_are_kept(filter, dtype, devic
     ((name, value),) = filter.items()
     found = getattr(fused_softmax, f"{name}_renorm_probs")(p.to(device), value).cpu()
     assert_close(found, reference.renorm_probs(p, **filter), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("top_k", [5, 50, 500, 20000])
+@pytest.mark.parametrize("n_cols", [1500, 30000])
+def test_no_row_is_read_again_where_few_columns_are_above_0(n_cols, top_k, dtype, monkeypatch, device):
+    """A compiled kernel does not tell, and has to give the same probabilities."""
+
+    def read_again(*_):
+        raise AssertionError("the row is read again")
+
+    if INTERPRETED:
+        monkeypatch.setattr(judged, "least_in_row", read_again)
+        monkeypatch.setattr(wide, "least_in_row", read_again)
+    generator = torch.Generator().manual_seed(n_cols)
+    p = torch.zeros(5, n_cols)
+    for row, n in zip(p, (1, 20, 49, 300, 1200), strict=True):
+        row[torch.randperm(n_cols, generator=generator)[:n]] = torch.rand(n, generator=generator)
+    p[4, :3] = 2.0**-140 if dtype == torch.float32 else 2.0**-14
+    p = p.to(dtype)
+    found = fused_softmax.top_k_renorm_probs(p.to(device), top_k).cpu()
+    assert_close(found, reference.renorm_probs(p, top_k=top_k), rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_rows_whose_sums_would_overflow_are_torchs(device):

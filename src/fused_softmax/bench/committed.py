@@ -76,6 +76,7 @@ _FILES = {
     "peaks": Row("Widths around each of the planner's thresholds", f"peaks {ALONE}"),
     "sampling": Row("Tokens drawn from logits, by filter", f"sampling --quick {BESIDE_TORCH}"),
     "router": Row("Tokens to experts, and the gradient of their weights and losses", f"router {BESIDE_TORCH}"),
+    "router_losses": Row("Tokens to experts with counts and losses, and of groups", f"router-losses {BESIDE_TORCH}"),
     "segments": Row(
         "softmax of segments and its gradient: graphs, texts, hubs",
         "segments --provider 'fused_softmax,torch,torch.compile,pyg,torch_scatter,padded,padded compiled'",

@@ -174,7 +174,8 @@ def _attention(query, key, value, beside, enable_gqa, options, cast, return_lse,
     found = composed(given, how, arithmetic, **more)
     if isinstance(found, Tensor):
         return found if lead else found.squeeze(0)
-    found = found._replace(stats=_refusing(found.stats, found.output))
+    # Code that torch 2.11 compiles cannot return what _replace makes.
+    found = AttentionOutput(found.output, found.lse, _refusing(found.stats, found.output))
     return found if lead else _without_heads(found)
 
 

@@ -359,7 +359,10 @@ def _composed(call: _Call) -> Tensor | CrossEntropyOutput:
     of_target, arithmetic = _for_cross_entropy(target), arithmetic_of(x)
     found: Any = composed(logits, of_target, loss, call.wanted, call.dtype, arithmetic, name=_NAME)
     ignored = call.ignored
-    return found if ignored is None else found._replace(lse=found.lse.masked_fill(ignored, 0.0))
+    if ignored is None:
+        return found
+    # Code that torch 2.11 compiles cannot return what _replace makes.
+    return CrossEntropyOutput(found.loss, found.lse.masked_fill(ignored, 0.0), *found[2:])
 
 
 def _traced(call: _Call) -> Tensor | CrossEntropyOutput:

@@ -1,9 +1,10 @@
 """Launches of the kernels of draws: which of two ways a call takes, how rows meet the chip, and allocations.
 
-Without filters a draw is one launch that reads each logit once. With filters, logprobs or kept bits a first launch
+Without filters a draw is one launch that reads each logit once. With filters, logprobs or kept bits, a first launch
 reads each logit once and leaves every stretch's state and every lane's maximum. What follows it:
 
-- where no boundary is needed, three launches judge the row's first arrivals (kernels/first.py);
+- where no boundary is needed, three launches judge the row's first arrivals (kernels/first.py). Without filters one of
+  them finds the very first;
 - where a row's maximum says what is kept, one launch draws of the lanes that matter (kernels/above.py);
 - where top-k is small, one launch looks at the lanes of the greatest maxima (kernels/kept.py);
 - where top-p judges what top-k left, or kept bits and log-probabilities are asked for, that launch and those that find
@@ -65,9 +66,14 @@ class Prepared(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What the launches of a call write; None for what it does without."""
+    """What the launches of a call write; None for what it does without.
+
+    raws, listed: what kernels/report.py needs beside the scratch.
+    """
 
     scratch: Tensor | None = None
+    raws: Tensor | None = None
+    listed: Tensor | None = None
     tokens: Tensor | None = None
     valid: Tensor | None = None
     logprobs: Tensor | None = None
@@ -75,6 +81,12 @@ class Written(NamedTuple):
     top: Tensor | None = None
     top_tokens: Tensor | None = None
     rank: Tensor | None = None
+
+    @property
+    def output(self) -> SampleOutput:
+        kept = None if self.kept is None else self.kept.view(torch.int32)
+        found = self.logprobs, self.top, self.top_tokens, kept, self.rank
+        return SampleOutput(self.tokens, self.valid, *found)  # type: ignore[arg-type]
 
 
 NUMBERS = Numbers._fields
@@ -137,10 +149,14 @@ class Arguments:
 
     def prepare(
         self, kernel: Any, programs: int, spec: SampleSpec, device: int, num_warps: int, n_parts: int = 1,
-        part_stretches: int = 1, follows: bool = False, **options: Any,
+        part_stretches: int = 1, follows: bool = False, layout: SampleSpec | None = None, **options: Any,
     ) -> Callable[[], "Prepared"]:  # fmt: skip
-        """A function that prepares a launch for arguments like these, as `launch.together` takes it."""
-        names = [name for name in kernel.arg_names if name != "K"]
+        """A function that prepares a launch for arguments like these, as `launch.together` takes it.
+
+        layout: of the scratch, for a kernel that is told it apart.
+        """
+        names = [name for name in kernel.arg_names if name not in ("K", "S")]
+        specs = {"K": replace(spec, follows=True) if follows else spec} | ({"S": layout} if layout else {})
         tensors = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
         scalars = [name for name in names if not name.endswith("_ptr")]
         numbers = [name for name in scalars if name in self._anew]
@@ -150,8 +166,8 @@ class Arguments:
         def prepare() -> Prepared:
             launched = launch.prepare(
                 kernel, programs, [self._tensors[name] for name in tensors], [known[name] for name in scalars],
-                {"K": replace(spec, follows=True) if follows else spec}, device=device, num_warps=num_warps,
-                numbers=tuple(map(scalars.index, numbers)), plan=self._plan, **overlapping(follows), **options,
+                specs, device=device, num_warps=num_warps, numbers=tuple(map(scalars.index, numbers)), plan=self._plan,
+                **overlapping(follows), **options,
             )  # fmt: skip
             return Prepared(launched.__call__, itemgetter(*map(_OF_A_CALL.index, given)))
 
@@ -166,23 +182,39 @@ def prepare_draws(
 
     position: None if draw i has position i. logprobs: of the distribution drawn from.
     """
+    draw, _ = prepare_launches(logits, options, seed, position, out, logprobs=logprobs, plan=plan)
+
+    def call(logits, numbers, bias, bitmask, rows, out):
+        return draw(logits, numbers, bias, bitmask, rows, out).output
+
+    return call
+
+
+def prepare_launches(
+    logits: Tensor, options: Sampling, seed: int | Tensor, position: int | Tensor | None, out: Tensor | None,
+    *, logprobs: bool = False, raws: bool = False, plan: DrawPlan | None = None,
+) -> tuple[Callable[..., Written], SampleSpec]:  # fmt: skip
+    """(what draws for a call like this one, of the arguments that `prepare_draws` names; its spec).
+
+    raws: whether the sums of stretches at temperature 1 are left.
+    """
     from fused_softmax.ops.sampling.kernels.plain import _draw
 
     n_rows, n_cols = logits.shape
     n_draws = n_rows if options.row_indices is None else options.row_indices.shape[0]
     index, device, empty = logits.get_device(), logits.device, allocator(logits.device)
-    filtered = any(each is not None for each in (options.top_k, options.top_p, options.min_p))
-    filtered |= logprobs or options.return_kept
+    judged = leaves_states(options)
+    filtered = judged or logprobs or raws
     of_draws, of_kept, keeps = (n_draws,), (n_draws, 4 * -(-n_cols // 32)), options.return_kept
 
     def results(out: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens = empty(of_draws, (1,), torch.int64) if out is None else out
         return tokens, empty(of_draws, (1,), torch.bool)
 
-    if not n_draws:
-        return lambda logits, numbers, bias, bitmask, rows, out: SampleOutput(*results(out))
     plan = plan or plan_draws(n_draws, n_cols, logits.element_size(), device_of(index))
     spec = spec_of(plan, options, index, filtered, logits.dtype, logprobs or options.return_kept)
+    if raws and not judged:
+        spec = replace(spec, first=True)
     given = logits, options.logit_bias, options.bitmask, options.row_indices
     read, numbers = readable(*given), Numbers.of(options, seed, position)
     as_given = all(a is b for a, b in zip(read, given, strict=True))
@@ -190,12 +222,16 @@ def prepare_draws(
     def written(out: Tensor | None) -> Written:
         tokens, valid = results(out)
         if not filtered:
-            return Written(_slots(index, n_draws) if spec.split else None, tokens, valid)
+            return Written(_slots(index, n_draws) if spec.split else None, tokens=tokens, valid=valid)
         return Written(
-            empty((n_draws * spec.scratch,), (1,), torch.int64), tokens, valid,
+            empty((n_draws * spec.scratch,), (1,), torch.int64),
+            empty((n_draws * spec.room,), (1,), torch.int64) if raws else None, None, tokens, valid,
             empty(of_draws, (1,), torch.float32) if logprobs else None,
             torch.zeros(of_kept, dtype=torch.uint8, device=device) if keeps else None,
         )  # fmt: skip
+
+    if not n_draws:
+        return lambda logits, numbers, bias, bitmask, rows, out: written(out), spec
 
     arguments = Arguments(read, like := written(out), numbers, n_rows, n_cols, plan)
     if not filtered:
@@ -203,12 +239,12 @@ def prepare_draws(
             arguments.prepare(_draw, n_draws * plan.parts, spec, index, plan.num_warps, plan.parts, plan.part_stretches)
         ]
     elif spec.first and (logprobs or keeps):
-        tokens_alone = Arguments(read, Written(*like[:3]), numbers, n_rows, n_cols, plan)
+        tokens_alone = Arguments(read, like._replace(logprobs=None, kept=None), numbers, n_rows, n_cols, plan)
         of_tokens = replace(spec, wide=spec.by_row and _is_of_rest(options))
         preparing = _launches_of_tokens(plan, of_tokens, tokens_alone, index)
         preparing += _launches_of_boundary(plan, replace(spec, by_row=False, given=True), arguments, index)
     elif spec.first:
-        preparing = _launches_of_tokens(plan, spec, arguments, index)
+        preparing = _launches_of_tokens(plan, spec, arguments, index, judged)
     elif spec.ranked:
         preparing = _launch_that_reads(plan, spec, arguments, index)
         preparing += _launches_of_boundary(plan, spec, arguments, index)
@@ -222,10 +258,14 @@ def prepare_draws(
         values = of_a_call(read, its, numbers)
         for launched, wanted in launches:
             launched(*wanted(values))
-        kept = None if its.kept is None else its.kept.view(torch.int32)
-        return SampleOutput(its.tokens, its.valid, its.logprobs, kept=kept)  # type: ignore[arg-type]
+        return its
 
-    return draw
+    return draw, spec
+
+
+def leaves_states(options: Sampling) -> bool:
+    """Whether a draw leaves the states of its stretches, because of a filter or of kept bits."""
+    return options.return_kept or any(each is not None for each in (options.top_k, options.top_p, options.min_p))
 
 
 def _slots(index: int, n_draws: int) -> Tensor:
@@ -298,8 +338,10 @@ def _launches_of_maximum(plan: DrawPlan, spec: SampleSpec, arguments: Arguments,
     ]
 
 
-def _launches_of_tokens(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
-    """The launches of draws that are judged afterwards."""
+def _launches_of_tokens(
+    plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int, judged: bool = True
+) -> list:
+    """The launches of draws that are judged afterwards, or never."""
     from fused_softmax.ops.sampling.kernels.first import _propose
 
     launches = _launch_that_reads(plan, spec, arguments, index)
@@ -308,7 +350,7 @@ def _launches_of_tokens(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, 
     follows = overlaps(index)
     leading = replace(spec, leads=follows)
     launches.append(arguments.prepare(_propose, plan.n_draws, leading, index, plan.propose_warps, follows=follows))
-    return launches + _launches_of_decision(plan, spec, arguments, index)
+    return launches + (_launches_of_decision(plan, spec, arguments, index) if judged else [])
 
 
 def _launches_of_decision(plan: DrawPlan, spec: SampleSpec, arguments: Arguments, index: int) -> list:
@@ -338,7 +380,7 @@ def _launches_of_boundary(plan: DrawPlan, spec: SampleSpec, arguments: Arguments
     spec = replace(spec, leads=follows)
     of_choosing = replace(spec, stretches=plan.kept_warps, leads=follows and spec.opens)
     # Few rows take the second look: its registers must not lower the number of resident programs.
-    capped = {"maxnreg": registers_of_choosing()} if spec.wide and spec.ptx else {}
+    capped: dict[str, Any] = {"maxnreg": registers_of_choosing()} if spec.wide and spec.ptx else {}
     launches = [
         arguments.prepare(_choose, plan.n_draws, of_choosing, index, plan.kept_warps, follows=follows, **capped)
     ]

@@ -15,6 +15,7 @@ from fused_softmax.ops.sampling.calls import prepare_report
 from fused_softmax.ops.sampling.launches import (
     FEW,
     Numbers,
+    Written,
     greatest,
     judged_rows,
     log_probs_at,
@@ -141,16 +142,16 @@ def _prepare_penalized(
             row_indices=options.row_indices, return_logprobs="raw", top_logprobs=options.top_logprobs,
             return_rank=options.return_rank,
         )  # fmt: skip
-        report = prepare_report(logits, as_given, seed, position, None, False, None)
+        report = prepare_report(logits, as_given, seed, position, None, False, None, None)
 
     def call(logits, numbers, bias, bitmask, rows, out, token_ids, penalties):
         x = penalize(logits, token_ids, penalties, None, bias, bitmask, rows)
         if not raw:
             return draw(x, numbers, None, None, None, out)
         drawn = draw(x, numbers, None, None, None, None)
-        of_tokens, top, top_tokens, rank = report(logits, numbers, None, None, rows, drawn)
+        found = report(logits, numbers, None, None, rows, Written(tokens=drawn.tokens, valid=drawn.valid))
         tokens = drawn.tokens if out is None else out.copy_(drawn.tokens)  # which may share memory with the logits
-        return SampleOutput(tokens, drawn.valid, of_tokens, top, top_tokens, drawn.kept, rank)
+        return found._replace(tokens=tokens, kept=drawn.kept)
 
     return call
 

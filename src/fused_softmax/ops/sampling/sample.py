@@ -203,7 +203,8 @@ def sample(
         given = reference.with_gradients(
             given, logits, temperature, logit_bias, row_indices, processed, token_ids, penalties
         )
-        return given if return_kept else given._replace(kept=None)
+        # Not by _replace, whose result code that torch 2.11 compiles cannot return.
+        return given if return_kept else SampleOutput(*given[:5], None, given.rank)
     plain = None
     look: Any = None
     more: tuple[Any, ...] = ()

@@ -158,6 +158,9 @@ def _finish(
         g_z = 1.0 / counts
     else:
         g, g_z = per_row(totals_ptr, K)
+    if K.mean or target_ptr is not None:
+        # Where all weights that count are 0 the mean is NaN, though smoothing may add to the sum.
+        g = tl.where(g == float("inf"), float("nan"), g)
     program = tl.program_id(0)
     total = sum_of_share(loss_ptr, program, n_losses, K, BLOCK)
     z_total = tl.zeros([], DTYPE)

@@ -170,7 +170,8 @@ def rows_of_all(pair: Pair, of_call: OfCall) -> PairRows:
         return whole
     sums = shard_sums(pair, whole, options) if by_kernels else _sums_by_operations(own, whole)
     value, total = gather(sums, shards).sum(0).unbind()
-    return whole._replace(value=value.clone(), total=total)  # two tensors: a caller may change one of them
+    # Two tensors: a caller may change one of them. Not by _replace, which code that torch 2.11 compiles cannot keep.
+    return PairRows(*whole[:4], value.clone(), total)
 
 
 def _told(options: Divergence) -> tuple[str, ...]:

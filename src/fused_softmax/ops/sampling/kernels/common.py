@@ -94,6 +94,15 @@ def at_turn(D, turn):
 
 
 @triton.jit
+def at_temperature_1(D):
+    """The same Draw at temperature 1."""
+    return Draw(
+        D.ptr, D.bias_ptr, D.bitmask_ptr, D.n_cols, tl.full([], 1.0, tl.float32), tl.full([], LOG2E, tl.float32),
+        D.seed, D.position, D.valid, D.turn,
+    )  # fmt: skip
+
+
+@triton.jit
 def factor_of(temperature):
     """log2(e) / temperature, never infinite, so that it gives 0 times a difference of 0."""
     factor = tl.full([], LOG2E, tl.float32) / tl.where(temperature > 0, temperature, 1.0)
@@ -118,7 +127,7 @@ def filters_of(
     k = integer_at(top_k_ptr, strides[TOP_K], top_k, 0, draw)
     k = tl.where(D.temperature > 0, tl.where((k > 0) & (k < D.n_cols), k, 0), 1)
     p = tl.where(p < 1, p * (REACHED_BY_PROBS if K.linear else REACHED), p)
-    least = tl.zeros([], tl.int32) + LOWEST
+    least = tl.zeros([], tl.int32) + K.lowest
     if least_p > 0:
         least = order_of_share(tl.maximum(least_p, 1e-37) * REACHED, m, D, K)
     return Filters(k, tl.where((p > 0) & (least_p <= 1), p, 0.0), least, m, total)
@@ -198,8 +207,8 @@ def log_of_prob(p):
 
 @triton.jit
 def weight_of_prob(p):
-    """The probability; -inf if it is 0, so that no list has it, and NaN if it is inf, negative or NaN."""
-    return tl.where(p == 0, NEG_INF, tl.where((p > 0) & (p < INF), p, float("nan")))
+    """The probability; NaN if it is inf, negative or NaN."""
+    return tl.where((p >= 0) & (p < INF), p, float("nan"))
 
 
 @triton.jit

@@ -110,13 +110,16 @@ def propose(scratch_ptr, draw, D, F, K: tl.constexpr):
     # Otherwise the greatest logit alone has the mass that top-p asks for.
     if (D.temperature > 0) & (mass_of(F) > UNIT):
         rejects = (F.k > 0) | (F.p < 1)
-        tl.store(record_ptr + TOP, order_of(F.m).to(tl.int64))
-        tl.store(record_ptr + TOTAL, F.total)
-        tl.store(record_ptr + LEAST, F.least.to(tl.int64) << COLUMN_BITS)
-        begin_parts(record_ptr)
-        if rejects:
-            open_draw(record_ptr, candidates_of(scratch_ptr, draw, D, F, K), D, F, K)
-        tl.store(record_ptr + STATUS, tl.where(rejects, JUDGED, DRAW_ONLY))
+        if rejects | (F.least > LOWEST):
+            tl.store(record_ptr + TOP, order_of(F.m).to(tl.int64))
+            tl.store(record_ptr + TOTAL, F.total)
+            tl.store(record_ptr + LEAST, F.least.to(tl.int64) << COLUMN_BITS)
+            begin_parts(record_ptr)
+            if rejects:
+                open_draw(record_ptr, candidates_of(scratch_ptr, draw, D, F, K), D, F, K)
+            tl.store(record_ptr + STATUS, tl.where(rejects, JUDGED, DRAW_ONLY))
+        else:
+            token += member_of(D, first_group(scratch_ptr, draw, D, F, K), F.m, K)
     else:
         token = greatest_of(scratch_ptr, draw, D, F, K)
     return token
@@ -137,6 +140,28 @@ def greatest_of(scratch_ptr, draw, D, F, K: tl.constexpr):
         x = logits_of(D, first, call >= 0, K) + 0.0  # 0.0: see `survey`
         col = tl.minimum(col, tl.min(tl.where(x == F.m, cols, NO_COLUMN)))
     return col.to(tl.int64)
+
+
+@triton.jit
+def first_group(scratch_ptr, draw, D, F, K: tl.constexpr):
+    """The group of a row's first arrival, which nothing judges: an unfiltered draw."""
+    stretch = first_greatest(scores_of_stretches(scratch_ptr, draw, D, F, K), tl.arange(0, K.all_stretches))
+    call = stretch * LANES + tl.arange(0, LANES)
+    scores_ptr = scratch_at(scratch_ptr, draw, K.scores_at, tl.float32, K)
+    call = first_greatest(tl.load(scores_ptr + call), call)  # all of one stretch, so its maximum does not matter
+    quarter = tl.arange(0, 4)
+    first = column_of(call, quarter)
+    s = sum_of_8(weight_at(logits_of(D, first, first >= 0, K), F.m, D, K))
+    words = words_of_turns(D, call + 0 * quarter, 0, GROUPS)
+    word = tl.where(quarter < 2, tl.where(quarter == 0, words[0], words[1]), tl.where(quarter == 2, words[2], words[3]))
+    score = log2_of(s, K) + noise_of(word, words[0] ^ words[1] ^ words[2] ^ words[3], K)
+    return first_greatest(score, first // 8)
+
+
+@triton.jit
+def first_greatest(score, at):
+    """The number of the greatest score; of equal scores the lowest number."""
+    return tl.min(tl.where(score == tl.max(score, axis=0), at, NO_COLUMN), axis=0)
 
 
 @triton.jit
@@ -177,21 +202,25 @@ def candidates_of(scratch_ptr, draw, D, F, K: tl.constexpr):
 @triton.jit
 def earliest_lanes(scratch_ptr, draw, D, F, K: tl.constexpr):
     """(calls [ARRIVALS] of the lanes of a row with the earliest first arrivals, which of these exist)."""
-    n_stretches = tl.cdiv(D.n_cols, STRETCH)
-    at = tl.arange(0, K.all_stretches)
-    on = at < n_stretches
     maxima_ptr = scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K)
-    bests_ptr = scratch_at(scratch_ptr, draw, K.bests_at, tl.float32, K)
     scores_ptr = scratch_at(scratch_ptr, draw, K.scores_at, tl.float32, K)
-    maxima = tl.load(maxima_ptr + at, mask=on, other=NEG_INF)
-    bests = tl.load(bests_ptr + at, mask=on, other=NEG_INF)
-    stretch, there = greatest(in_row(bests, maxima, D, F, K), at)
+    stretch, there = greatest(scores_of_stretches(scratch_ptr, draw, D, F, K), tl.arange(0, K.all_stretches))
     # These lanes are in the ARRIVALS stretches whose best scores are the greatest.
     call = stretch[:, None] * LANES + tl.arange(0, LANES)[None, :]
     maxima = tl.load(maxima_ptr + stretch, mask=there, other=NEG_INF)
     scores = tl.load(scores_ptr + call, mask=there[:, None], other=NEG_INF)
     scores = in_row(scores, maxima[:, None], D, F, K)
     return greatest(tl.reshape(scores, [ARRIVALS * LANES]), tl.reshape(call, [ARRIVALS * LANES]))
+
+
+@triton.jit
+def scores_of_stretches(scratch_ptr, draw, D, F, K: tl.constexpr):
+    """The greatest score of each stretch of a row."""
+    at = tl.arange(0, K.all_stretches)
+    on = at < tl.cdiv(D.n_cols, STRETCH)
+    maxima = tl.load(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, mask=on, other=NEG_INF)
+    bests = tl.load(scratch_at(scratch_ptr, draw, K.bests_at, tl.float32, K) + at, mask=on, other=NEG_INF)
+    return in_row(bests, maxima, D, F, K)
 
 
 @triton.jit

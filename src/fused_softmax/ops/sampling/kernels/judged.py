@@ -92,7 +92,7 @@ def _judge(
         least, mass = code_of(m, column), (tl.zeros([], tl.float32) + UNIT).to(tl.int64)
     else:
         valid &= m > NEG_INF
-        known = (F.k == 0) & (F.p >= 1) & (F.least == LOWEST)
+        known = (F.k == 0) & (F.p >= 1) & (F.least == K.lowest)
         if valid & (known.to(tl.int32) == 0):
             known = tl.zeros([], tl.int32) > 0
             if K.ranked:

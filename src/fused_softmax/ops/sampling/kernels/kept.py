@@ -22,6 +22,7 @@ from fused_softmax.ops.sampling.kernels.common import (
     STRETCH,
     TOKENS,
     UNIT,
+    at_temperature_1,
     bounds_of_code,
     calls_of,
     code_of,
@@ -70,14 +71,14 @@ NEAR = tl.constexpr(0.93)  # if the lanes that are held have this share, twice a
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows", "seed_low", "seed_high", "position_low", "position_high"])
 def _stretches(
-    scratch_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr, strides, n_rows,
-    n_cols, temperature, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
+    scratch_ptr, raws_ptr, logits_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, seed_ptr, position_ptr,
+    strides, n_rows, n_cols, temperature, seed_low, seed_high, position_low, position_high, K: tl.constexpr,
 ):  # fmt: skip
     """A program reads K.stretches stretches of a row, and stores their states and the maximum of each lane.
 
-    A state is m and s = sum 2 ** z; s is in units, and -1 where a logit is NaN or inf. With K.first the program also
-    stores the score by which each lane races. The k greatest logits lie in the k lanes with the greatest maxima, so
-    later launches look for a filter's boundary in these lanes alone.
+    A state is m and s = sum 2 ** z; s is in units, and -1 where a logit is NaN or inf. raws_ptr takes s at temperature
+    1. With K.first the program also stores the score by which each lane races. The k greatest logits lie in the k lanes
+    with the greatest maxima, so later launches look for a filter's boundary in these lanes alone.
     """
     n_stretches = tl.cdiv(n_cols, STRETCH)
     n_parts = tl.cdiv(n_stretches, K.stretches)
@@ -92,13 +93,15 @@ def _stretches(
     call = calls_of(stretch, K)
     there = call < n_stretches * LANES
     if (stretch + K.stretches) * STRETCH <= n_cols:
-        top, m, s, score = state_of_stretches(D, call, there, K, True)
+        top, m, s, raw, score = state_of_stretches(D, call, there, raws_ptr is not None, K, True)
     else:
-        top, m, s, score = state_of_stretches(D, call, there, K, False)
+        top, m, s, raw, score = state_of_stretches(D, call, there, raws_ptr is not None, K, False)
     at = stretch + tl.arange(0, K.stretches)
     tl.store(scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K) + call, top, mask=there)
     tl.store(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, m, mask=at < n_stretches)
     tl.store(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, s, mask=at < n_stretches)
+    if raws_ptr is not None:
+        tl.store(raws_ptr + draw * K.room + at, raw, mask=at < n_stretches)
     if not (K.ranked or K.first):  # noqa: SIM102  a constexpr, then a value
         if stretch == 0:
             begin_parts(scratch_ptr + draw * K.scratch)
@@ -109,8 +112,8 @@ def _stretches(
 
 
 @triton.jit
-def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
-    """(maxima of lanes, m and s of stretches, scores of lanes relative to the maximum of their stretch).
+def state_of_stretches(D, call, there, RAWS: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr):
+    """(maxima of lanes; m, s, and s at temperature 1 of stretches; scores of lanes relative to their stretch's m).
 
     s is in units, and -1 where a logit is NaN or inf. The score of a lane is that of its first arrival (K.first).
     """
@@ -139,14 +142,32 @@ def state_of_stretches(D, call, there, K: tl.constexpr, WHOLE: tl.constexpr):
             ),
         )  # fmt: skip
     s = (s_0 + s_1) + (s_2 + s_3)
-    odd = tl.max(tl.reshape((s != s).to(tl.int32), [S, 32]), axis=1)
     if K.linear:
         units = units_of_8(weight_at(x[0], of_lane, D, K), K) + units_of_8(weight_at(x[1], of_lane, D, K), K)
         units += units_of_8(weight_at(x[2], of_lane, D, K), K) + units_of_8(weight_at(x[3], of_lane, D, K), K)
     else:
-        units = (tl.where(s == s, s, 0.0) * UNIT).to(tl.int64)
-    s = tl.sum(tl.reshape(units, [S, 32]), axis=1)
-    return top, m, tl.where(odd > 0, -1, s), score
+        units = units_of_lanes(s)
+    s = of_stretches(units, s, K)
+    raw = s
+    if RAWS:
+        D = at_temperature_1(D)
+        s_0, s_1 = sum_of_8(weight_at(x[0], of_lane, D, K)), sum_of_8(weight_at(x[1], of_lane, D, K))
+        s_2, s_3 = sum_of_8(weight_at(x[2], of_lane, D, K)), sum_of_8(weight_at(x[3], of_lane, D, K))
+        raw = (s_0 + s_1) + (s_2 + s_3)
+        raw = of_stretches(units_of_lanes(raw), raw, K)
+    return top, m, s, raw, score
+
+
+@triton.jit
+def units_of_lanes(s):
+    return (tl.where(s == s, s, 0.0) * UNIT).to(tl.int64)
+
+
+@triton.jit
+def of_stretches(units, s, K: tl.constexpr):
+    """The sums of stretches in units, from those of their lanes; -1 where s of a lane is NaN."""
+    odd = tl.max(tl.reshape((s != s).to(tl.int32), [K.stretches, LANES]), axis=1)
+    return tl.where(odd > 0, -1, tl.sum(tl.reshape(units, [K.stretches, LANES]), axis=1))
 
 
 @triton.jit(
@@ -245,7 +266,7 @@ def is_far(top, D, F, K: tl.constexpr):
     So it is if top-p alone judges, and the maxima of all lanes have little mass.
     """
     if K.wide:
-        alone = (F.k == 0) & (F.least == LOWEST) & (D.n_cols > K.capacity * LANES)
+        alone = (F.k == 0) & (F.least == K.lowest) & (D.n_cols > K.capacity * LANES)
         return alone & (tl.sum(weight_at(top, F.m, D, K)) * UNIT < F.p * F.total.to(tl.float32) * FAR)
     else:
         return F.k < 0

@@ -1,5 +1,7 @@
 """Log-probabilities of a draw's token and of a row's greatest logits, and its rank, from what `_stretches` left.
 
+Where they are of the logits that were drawn from, that is what the draw's own first launch left.
+
 The greatest logits are those of the lanes with the greatest maxima, as filters have them: no row is sorted.
 """
 
@@ -37,12 +39,14 @@ from fused_softmax.ops.sampling.kernels.wide import list_marked
 
 @triton.jit(do_not_specialize=["n_cols", "n_rows", "top_k"])
 def _report(
-    scratch_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr, kept_ptr, top_ptr, top_tokens_ptr, rank_ptr,
-    bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, temperature, top_k, K: tl.constexpr,
+    scratch_ptr, raws_ptr, listed_ptr, logits_ptr, tokens_ptr, valid_ptr, logprobs_ptr, kept_ptr, top_ptr,
+    top_tokens_ptr, rank_ptr, bias_ptr, bitmask_ptr, rows_ptr, temperature_ptr, strides, n_rows, n_cols, temperature,
+    top_k, S: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """The token's log-probability and the top_k greatest ones, of the row as it was given.
 
-    With kept_ptr they are of what the filters kept, and the token's is known.
+    With kept_ptr they are of what the filters kept, and the token's is known. S: how the scratch is laid out, which
+    may be that of the draw. raws_ptr: as `row_state` has it. listed_ptr: room for K.candidates codes a row.
     """
     draw = tl.program_id(0).to(tl.int64)
     D = draw_of(
@@ -51,7 +55,7 @@ def _report(
     )  # fmt: skip
     valid = tl.load(valid_ptr + draw).to(tl.int32) != 0
     token = tl.load(tokens_ptr + draw * strides[TOKENS])
-    m, total, odd = row_state(scratch_ptr, draw, D, K)
+    m, total, odd = row_state(scratch_ptr, draw, D, S, raws_ptr)
     x = logits_of(D, (token // 8 * 8).to(tl.int32) + tl.zeros([1], tl.int32), tl.full([1], 1, tl.int1), K)
     # 0.0: see `survey`.
     x_t = tl.sum(tl.where(token // 8 * 8 + tl.arange(0, 8)[None, :] == token, x + 0.0, 0.0))
@@ -69,7 +73,7 @@ def _report(
     if rank_ptr is not None:
         rank = tl.zeros([], tl.int64)
         if valid:
-            rank += 1 + count_above(scratch_ptr, draw, x_t, D, K)
+            rank += 1 + count_above(scratch_ptr, draw, x_t, D, S, K)
         tl.store(rank_ptr + draw, rank)
     if top_ptr is not None:
         N: tl.constexpr = K.candidates
@@ -77,9 +81,8 @@ def _report(
         n = tl.zeros([], tl.int32)
         if valid:
             F = filters_of(None, None, None, strides, top_k, 1.0, 0.0, m, total, draw, D, K)
-            n = list_greatest(scratch_ptr, draw, D, F, K)
-        list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
-        code = sort_listed(list_ptr, n, K)
+            n = list_greatest(listed_ptr + draw * N, scratch_ptr, draw, D, F, S, K)
+        code = sort_listed(listed_ptr + draw * N, n, K)
         x = value_of((code >> COLUMN_BITS).to(tl.int32))
         col = tl.full([], LAST_COLUMN, tl.int32) - (code & LAST_COLUMN).to(tl.int32)
         on = i < tl.minimum(n, top_k)
@@ -96,12 +99,12 @@ def _report(
 
 
 @triton.jit
-def count_above(scratch_ptr, draw, x_t, D, K: tl.constexpr):
+def count_above(scratch_ptr, draw, x_t, D, S: tl.constexpr, K: tl.constexpr):
     """How many logits of a row are greater than x_t.
 
     A lane is read if its maximum is greater, or NaN, which may hide a greater one.
     """
-    tops_ptr = scratch_at(scratch_ptr, draw, K.tops_at, tl.float32, K)
+    tops_ptr = scratch_at(scratch_ptr, draw, S.tops_at, tl.float32, S)
     count = tl.zeros([K.stretches * LANES], tl.int32)
     for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):
         call = calls_of(stretch, K)
@@ -115,22 +118,20 @@ def count_above(scratch_ptr, draw, x_t, D, K: tl.constexpr):
 
 
 @triton.jit
-def list_greatest(scratch_ptr, draw, D, F, K: tl.constexpr):
+def list_greatest(list_ptr, scratch_ptr, draw, D, F, S: tl.constexpr, K: tl.constexpr):
     """List the codes of the k greatest logits, or a few more. Returns how many."""
-    list_ptr = scratch_at(scratch_ptr, draw, K.ranked_at, tl.int64, K)
-    call, known = greatest_lanes(lane_maxima(scratch_ptr, draw, D, K), D, F, K)
+    call, known = greatest_lanes(lane_maxima(scratch_ptr, draw, D, S), D, F, K)
     there = call >= 0
     call = tl.maximum(call, 0)
     n, known = list_held(list_ptr, held_of(call, there, D, K), known, None, F, K)
     if (n < F.k) & (known > LOWEST):  # too many are equal, or too few lanes were looked at
-        n = list_from(list_ptr, scratch_ptr, draw, bounds_of_code(least_in_row(D, F, K)), D, K)
+        n = list_from(list_ptr, scratch_ptr + draw * S.scratch, bounds_of_code(least_in_row(D, F, K)), D, K)
     return n
 
 
 @triton.jit(noinline=True)
-def list_from(list_ptr, scratch_ptr, draw, B, D, K: tl.constexpr):
+def list_from(list_ptr, record_ptr, B, D, K: tl.constexpr):
     """List the codes of all logits within the bounds, for which the row is read. Returns how many."""
-    record_ptr = scratch_ptr + draw * K.scratch
     tl.store(record_ptr + LISTED, tl.zeros([], tl.int64))
     tl.debug_barrier()
     for stretch in range(0, tl.cdiv(D.n_cols, STRETCH), K.stretches):

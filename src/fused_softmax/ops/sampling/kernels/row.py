@@ -39,13 +39,20 @@ DRAW_ONLY, ALL, JUDGED, REJECTED = (tl.constexpr(i) for i in range(1, 5))  # wha
 
 
 @triton.jit
-def row_state(scratch_ptr, draw, D, K: tl.constexpr):
-    """(m, s in units, whether the row has a NaN or an inf), from all stretches of a row."""
+def row_state(scratch_ptr, draw, D, K: tl.constexpr, raws_ptr=None):
+    """(m, s in units, whether the row has a NaN or an inf), from all stretches of a row.
+
+    raws_ptr: the sums of stretches at the temperature of D, if those of the scratch are at another.
+    """
     n_stretches = tl.cdiv(D.n_cols, STRETCH)
     at = tl.arange(0, K.all_stretches)
     on = at < n_stretches
     m_parts = tl.load(scratch_at(scratch_ptr, draw, K.maxima_at, tl.float32, K) + at, mask=on, other=NEG_INF)
-    s_parts = tl.load(scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K) + at, mask=on, other=0)
+    if raws_ptr is None:
+        sums_ptr = scratch_at(scratch_ptr, draw, K.sums_at, tl.int64, K)
+    else:
+        sums_ptr = raws_ptr + draw * K.room
+    s_parts = tl.load(sums_ptr + at, mask=on, other=0)
     m = tl.max(m_parts, axis=0)
     weight = weight_of_maximum(m_parts, m, D, K).to(tl.float64)
     return m, tl.sum((s_parts.to(tl.float64) * weight).to(tl.int64), axis=0), tl.min(s_parts, axis=0) < 0

@@ -20,9 +20,8 @@ class SampleSpec:
     joint: whether each filter judges all columns.
     first: whether rows are drawn from before they are judged. by_row: whether each row's own top-k and top-p say if it
     is. counted: whether top-k judges such draws. given: whether the token is known, and the call asks for what is kept.
-    wide: whether launches follow for rows whose boundary is lower than twice as many lanes can tell. sampled, turns:
-    how many groups a sample of such a row takes at each turn, and its turns. listed: among how many logits the boundary
-    is sought.
+    wide: whether launches follow for rows whose boundary is lower than twice as many lanes can tell. sampled:
+    how many groups a sample of such a row takes. listed: among how many logits the boundary is sought.
     of_probs: whether probabilities are read, and their logarithms are the logits. linear: whether probabilities are
     read and judged as they are, and stand wherever logits do: logarithms in fp32 would make ties of close ones.
     sums: whether the launch that finds a low boundary also adds up what is kept; not where min-p may keep less.
@@ -75,16 +74,13 @@ class SampleSpec:
         return replace(self, capacity=2 * self.capacity)
 
     @property
-    def turns(self) -> int:
-        """How many samples of a row are taken. Their boundary is off by columns in proportion to n_cols / sqrt(turns).
-
-        The list has room for what one turn misses of 131072 columns.
-        """
-        return min(max(1, self.all_stretches // 128) ** 2, 16)
-
-    @property
     def grain(self) -> int:
         return 1 << self.grain_bits
+
+    @property
+    def lowest(self) -> int:
+        """The order from which on filters look: -inf's, or that of the least probability above 0."""
+        return self.grain if self.linear else -2139095041
 
     @property
     def sums_at(self) -> int:

@@ -58,6 +58,7 @@ from fused_softmax.ops.sampling.kernels.row import (
 
 SPREADS = tl.constexpr(5.0)  # standard deviations by which a sample's boundary may be off
 BINS = tl.constexpr(1024)
+SAMPLED_WELL = tl.constexpr(131072.0)  # columns: the list has room for what one sample of so many misses
 LEAST_SCORE = tl.constexpr(-40.0)  # the least of a sample's histogram: lower scores have no weight
 
 
@@ -69,6 +70,8 @@ def open_row(record_ptr, D, F, K: tl.constexpr):
         status = ALL + 0
         if D.n_cols > K.listed:
             low, high = sampled_bracket(scratch_at(record_ptr, 0, K.bins_at, tl.int32, K), D, F, K)
+        if K.linear:
+            low = tl.maximum(low, F.least)
     tl.store(record_ptr + STATUS, status)
     tl.store(record_ptr + LOW, low.to(tl.int64))
     tl.store(record_ptr + HIGH, high.to(tl.int64))
@@ -89,16 +92,18 @@ def sampled_bracket(bins_ptr, D, F, K: tl.constexpr):
     A histogram of the sample's scores, from the least to the maximum, tells how much lies below each bin.
     """
     N: tl.constexpr = K.sampled * 8
-    x = sampled(D, 0, K)
+    turns = turns_of(D.n_cols)
+    x = sampled(D, 0, turns, K)
     z = score_at(x, D, F.m, K)
-    least = tl.minimum(tl.maximum(tl.min(tl.where(x > NEG_INF, z, 0.0), axis=0), LEAST_SCORE), -1e-20)
+    none = 0.0 if K.linear else NEG_INF
+    least = tl.minimum(tl.maximum(tl.min(tl.where(x > none, z, 0.0), axis=0), LEAST_SCORE), -1e-20)
     width = least / -BINS
-    n = counted(bins_ptr, bin_of(z, least, width), x > NEG_INF)
-    for turn in range(1, K.turns):
-        x = sampled(D, turn, K)
-        n += counted(bins_ptr, bin_of(score_at(x, D, F.m, K), least, width), x > NEG_INF)
+    n = counted(bins_ptr, bin_of(z, least, width), x > none)
+    for turn in range(1, turns):
+        x = sampled(D, turn, turns, K)
+        n += counted(bins_ptr, bin_of(score_at(x, D, F.m, K), least, width), x > none)
     at = tl.arange(0, BINS)
-    share = N * K.turns / D.n_cols.to(tl.float32)
+    share = N * turns.to(tl.float32) / D.n_cols.to(tl.float32)
     by_k = (F.k > 0) & ((F.p >= 1) | (not K.joint) | (F.k < K.listed // 4))
     v = tl.where(by_k, 1.0, tl.exp2(least + (at + 0.5) * width))
     n_all = tl.sum(n, axis=0)
@@ -130,12 +135,19 @@ def sampled_bracket(bins_ptr, D, F, K: tl.constexpr):
 
 
 @triton.jit
-def sampled(D, turn, K: tl.constexpr):
+def turns_of(n_cols):
+    """How many samples of a row are taken. Their boundary is off by columns in proportion to n_cols / sqrt(turns)."""
+    much = n_cols.to(tl.float32) / SAMPLED_WELL
+    return tl.minimum(tl.maximum(tl.ceil(much * much), 1.0), 16.0).to(tl.int32)
+
+
+@triton.jit
+def sampled(D, turn, turns, K: tl.constexpr):
     """The logits of K.sampled groups of 8 from all over a row; other groups at each turn."""
     N: tl.constexpr = K.sampled * 8
     n_groups = tl.cdiv(D.n_cols, 8)
-    i = (tl.arange(0, K.sampled) * K.turns + turn).to(tl.int64)
-    group = (i * n_groups // (K.sampled * K.turns)).to(tl.int32)
+    i = (tl.arange(0, K.sampled) * turns + turn).to(tl.int64)
+    group = (i * n_groups // (K.sampled * turns)).to(tl.int32)
     return tl.reshape(logits_of(D, group * 8, group >= 0, K), [N])
 
 
@@ -282,7 +294,10 @@ def least_of_list(record_ptr, list_ptr, n, D, F, K: tl.constexpr, ROOM: tl.const
             found = found & (mass.to(tl.float64) < F.p.to(tl.float64) * F.total.to(tl.float64))
         return least, kept, found
     else:
-        return least, kept, tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
+        found = tl.where(F.k > 0, by_k & (by_p | (F.p >= 1)), by_p)
+        if K.linear:  # top-k keeps all above 0, if it does not end there
+            found = found | ((low <= F.least) & (F.p >= 1) & (count + n < F.k))
+        return least, kept, found
 
 
 @triton.jit
