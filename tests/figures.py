@@ -486,6 +486,8 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "softmax of 1024 x 262144 | 2": measured("ranks", "1024 x 262144 bf16 | 182 | 186 | | 364 | 2494 (DTensor) |"),
         "8192 x 4096 to 128256 | 2 H100s": measured("ranks", "to 128256 bf16 | | 21209 | 21563 | 39211 | 31019 |"),
         "In an earlier run on two H200s": measured("ranks", ACROSS),
+    },
+    "groups.md": {
         "For these comparisons each rank": [
             computed("src/fused_softmax/ranks/groups.py", lambda: distributed._SAID / 2**10)
         ],

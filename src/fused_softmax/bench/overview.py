@@ -36,10 +36,10 @@ NOTES = {
 }
 ABOUT = (
     "Each row shows the bfloat16 shape where torch takes most memory; where several take as much, the one where this "
-    "package is slowest. Ours / torch: the time of the kernels at that shape. Over torch, over others: how many times as "
-    "fast this package is, as the geometric mean over all shapes and dtypes that both compute correctly, and the worst "
-    "of them in brackets. MiB: the most that one call allocates at that shape, its result and gradients included; others "
-    "are named where they take less than this package."
+    "package is slowest. Ours / torch: the time of the kernels at that shape. Over torch, over others: how many times "
+    "as fast this package is, as the geometric mean over all shapes and dtypes that both compute correctly, and the "
+    "worst of them in brackets. MiB: the most that one call allocates at that shape, its result and gradients "
+    "included; others are named where they take less than this package."
 )
 OF_SEVERAL = "Others' factors are over all of these GPUs, and MiB are the first one's."
 
