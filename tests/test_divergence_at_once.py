@@ -16,7 +16,7 @@ from fused_softmax.ops.losses import divergence_launches as launches
 from fused_softmax.ops.losses.options import Divergence
 
 pytestmark = kernels
-ROW, SPLIT = 4096, 20000  # columns
+ROW, SPLIT, MANY = 4096, 20000, 140000  # columns; of MANY, warps poll parts of their own
 
 
 def by_both(x, y, kind, target_is, weight=None, **options):
@@ -54,6 +54,16 @@ def test_rows_and_parts(kind, target_is, dtypes, n_cols, options, device):
     near = 1e-2 if x.dtype == BF16 else 5e-5
     torch.testing.assert_close(dx.float(), truth.float(), rtol=near, atol=near * truth.abs().max().item())
     assert (dx[3] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["kl", "jsd"])
+def test_rows_of_many_parts(kind, device):
+    x, y = pair(3, MANY, BF16, BF16, device)
+    assert plan_pairs(3, MANY, 2, H100).lanes > 32
+    weight = torch.tensor([1.0, 0.0, 2.0], device=device)
+    (found, dx), (wanted, truth) = by_both(x, y, kind, "logits", weight)
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(dx.float(), truth.float(), rtol=1e-2, atol=1e-2 * truth.abs().max().item())
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16), (BF16, BF16), (FP32, FP32)], ids=str)
@@ -202,3 +212,24 @@ def test_losses_of_probabilities(n_cols, dtype, reduction, smoothing, device):
     torch.testing.assert_close(found.double(), wanted, rtol=near, atol=near)
     for dx, truth in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(wanted, exact), strict=True):
         torch.testing.assert_close(dx.double(), truth, rtol=near, atol=near * truth.abs().max().item())
+
+
+@every_kind
+@pytest.mark.parametrize("who", ["student", "teacher"])
+@pytest.mark.parametrize("n_cols", [ROW, SPLIT])
+def test_a_row_of_nan_gets_a_gradient_of_nan(kind, who, n_cols, device):
+    x, y = pair(3, n_cols, device=device)
+    (x if who == "student" else y)[1, 5] = math.nan
+    weight = torch.tensor([1.0, 2.0, 3.0], device=device)
+    for found, dx in by_both(x, y, kind, "logits", weight):
+        assert found.isnan()
+        assert dx.isnan().any(-1).tolist() == [False, True, False]
+
+
+@every_kind
+@pytest.mark.parametrize("n_cols", [ROW, SPLIT])
+def test_equal_rows_diverge_by_nothing(kind, n_cols, device):
+    x, _ = pair(3, n_cols, device=device)
+    for found, dx in by_both(x, x.clone(), kind, "logits"):
+        torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-6)
+        torch.testing.assert_close(dx, torch.zeros_like(dx), rtol=0, atol=1e-7)

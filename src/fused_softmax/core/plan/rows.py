@@ -18,6 +18,7 @@ from fused_softmax.core.plan.ladders import (
     LEAST_SHIFTED,
     PAIR_NOTE,
     PAIR_PARTS,
+    PAIR_ROW,
     POLL_LAST_FIRST_PARTS,
     RATHER_SPLIT,
     REDUCTION_BYTES,
@@ -233,19 +234,20 @@ def plan_pairs(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPl
     None if the chip cannot hold them, or if rows are not a whole number of vectors. itemsize: the larger one of both.
 
     >>> plan_pairs(8192, 151936, 2, H200).parts
-    19
+    38
     """
     held = 2, itemsize
     if n_cols % (VECTOR_BYTES // itemsize) or held not in SPLIT_PARTS:
         return None
     rows = rows_of(n_rows, n_cols, itemsize, 2, "even", device, batch_invariant=True)
     part_cols, num_warps = PAIR_PARTS[itemsize]
-    if n_cols <= part_cols:
-        return build("row", rows, f"a pair of rows of at most {part_cols} columns fits one program")
+    if n_cols <= PAIR_ROW[itemsize]:
+        return build("row", rows, f"a pair of rows of at most {PAIR_ROW[itemsize]} columns fits one program")
     parts = -(-n_cols // part_cols)
-    # If lanes followed from the number of rows, the order of sums would too.
+    # If lanes followed from the number of rows, the order of sums would too. Of 38 parts each warp polls its own.
+    lanes = 32 if parts <= 32 else max(32 * num_warps, next_power_of_2(parts))
     choices = {
-        "part_cols": part_cols, "num_warps": num_warps, "lanes": max(32, next_power_of_2(parts)),
+        "part_cols": part_cols, "num_warps": num_warps, "lanes": lanes,
         "poll_last_first": parts >= POLL_LAST_FIRST_PARTS,
     }  # fmt: skip
     said = f"parts of at most {part_cols} columns, whatever stands beside a row ({PAIR_NOTE})"

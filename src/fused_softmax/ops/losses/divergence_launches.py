@@ -24,7 +24,7 @@ from fused_softmax.ops.losses.options import Divergence
 NUMBERS = PairNumbers._fields
 GRADIENT = "divergence_gradient"  # the name by which it is kept
 _MERGED = 32  # rows that a program merges
-_BESIDES, _BESIDES_TVD = 48, 90  # registers of a thread besides those that hold a pair
+_BESIDES = 32  # registers of a thread besides those that hold a pair
 # As `runner.IN_TURN`, for two exchanges.
 IN_TURN_TWICE: tuple[dict[str, bool], ...] = (
     {"collect": False},
@@ -213,7 +213,7 @@ def _prepare_held(
     values = dict(zip(numbers, (*asked.numbers, 1.0), strict=True))
     launched = prepare(
         _pair_held, plan, spec, tensors, values, device=device, numbers=numbers,
-        besides=_BESIDES_TVD if asked.kind == "tvd" else _BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
+        besides=_BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
     )  # fmt: skip
     order = [names.index(name[:-4]) for name in _pair_held.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
     picked = picked_of([given[i] for i in order])

@@ -14,10 +14,13 @@ import triton.language as tl
 from fused_softmax.core.kernels.rows import body_of, lanes_of_part, tile_part_of, whole_vectors
 from fused_softmax.core.kernels.spec import Rows
 from fused_softmax.core.kernels.state import (
+    LN2,
+    LOG2E,
     NEG_INF,
     capped,
     exp_at,
     log_sum_of,
+    natural_exp,
     origin_of,
     rounded_product,
     weight_of,
@@ -60,10 +63,10 @@ def teacher_of(y, w, m, ls, n_cols, N, K: tl.constexpr):
     """
     if K.given == "logits":  # one by one: m + ls would be rounded at the size of m
         log_t = finished(y, N.target_factor, N.target_cap, K.target_scaled, K.target_capped) - m - ls
-        return OfTeacher(tl.exp(log_t), log_t)
+        return OfTeacher(natural_exp(log_t, K.ptx), log_t)
     elif K.given == "log_probs":
         log_t = y.to(tl.float32)
-        return OfTeacher(tl.exp(log_t), log_t)
+        return OfTeacher(natural_exp(log_t, K.ptx), log_t)
     else:
         t = y.to(tl.float32)
         if K.smooth:
@@ -221,15 +224,57 @@ def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, K
 @triton.jit
 def merged_pairs(S, K: tl.constexpr):
     """The PairSums of a row, from those of its parts, one part a lane."""
-    m, m_t = tl.max(S.m, axis=0), tl.max(S.m_t, axis=0)
+    m, m_t = both_maxima(S.m, S.m_t, K)
     fade = weight_of(S.m, m, K.ptx)
     fade_t = tl.zeros_like(fade) + 1.0
     if K.given == "logits":
         fade_t = weight_of(S.m_t, m_t, K.ptx)
     c = recounted(S.c, S.s, S.s_t, S.m, S.m_t, m, m_t, K)
     c = faded(c, fade if K.divergence == "reverse_kl" else fade_t)
-    s, s_t = tl.sum(rounded_product(S.s, fade), axis=0), tl.sum(rounded_product(S.s_t, fade_t), axis=0)
-    return PairSums(m, s, m_t, s_t, tl.sum(c, axis=0))
+    s, s_t, c = three_sums(rounded_product(S.s, fade), rounded_product(S.s_t, fade_t), c, K)
+    return PairSums(m, s, m_t, s_t, c)
+
+
+@triton.jit
+def larger_of_both(a, b, a_2, b_2):
+    return tl.maximum(a, a_2), tl.maximum(b, b_2)
+
+
+@triton.jit
+def added_two(a, b, a_2, b_2):
+    return a + a_2, b + b_2
+
+
+@triton.jit
+def added_three(a, b, c, a_2, b_2, c_2):
+    return a + a_2, b + b_2, c + c_2
+
+
+@triton.jit
+def both_maxima(a, b, K: tl.constexpr):
+    """The maxima of two vectors. They are found together, so that warps wait for each other once."""
+    if K.ptx:
+        return tl.reduce((a, b), 0, larger_of_both)
+    else:
+        return tl.max(a, axis=0), tl.max(b, axis=0)
+
+
+@triton.jit
+def two_sums(a, b, K: tl.constexpr):
+    """The sums of two vectors, found together."""
+    if K.ptx:
+        return tl.reduce((a, b), 0, added_two)
+    else:
+        return tl.sum(a, axis=0), tl.sum(b, axis=0)
+
+
+@triton.jit
+def three_sums(a, b, c, K: tl.constexpr):
+    """The sums of three vectors, found together."""
+    if K.ptx:
+        return tl.reduce((a, b, c), 0, added_three)
+    else:
+        return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_cols", "n_parts", "part_cols", "misalignment"])
@@ -301,18 +346,45 @@ def _merge_pairs(
 
 
 @triton.jit
+def fast_log2(x, PTX: tl.constexpr):
+    """log2(x). On NVIDIA it is the approximate instruction, which gives -inf for a subnormal x."""
+    if PTX:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def jsd_of(u, v, more, N, K: tl.constexpr):
+    """(log2 M - log2 Q, log2 M - log2 T) of a piece, M = beta T + (1 - beta) Q. Neither is NaN.
+
+    u, v: log2 Q and log2 T, each up to a term of the row. more: by how much log2 T - log2 Q exceeds v - u. Both results
+    follow from the ratio of the smaller one of T and Q to the larger one, whose logarithm is cut at -100. Beyond that,
+    what the smaller one adds to the divergence is 0.
+    """
+    ratio = v - u + more
+    if K.ptx:  # the instruction turns NaN, as -inf less -inf is, into -100
+        ratio = tl.minimum(tl.maximum(ratio, -100.0), 100.0)
+    else:
+        ratio = tl.minimum(tl.where(ratio > -100.0, ratio, -100.0), 100.0)
+    by_t = ratio > 0.0
+    of_larger, of_smaller = tl.where(by_t, N.beta, 1.0 - N.beta), tl.where(by_t, 1.0 - N.beta, N.beta)
+    smaller = tl.exp2(tl.abs(ratio) * -1.0)  # a minus would be compiled into a subtraction from 0
+    log_2 = fast_log2(tl.fma(smaller, of_smaller, of_larger), K.ptx)
+    return tl.maximum(ratio, 0.0) + log_2, log_2 - tl.minimum(ratio, 0.0)
+
+
+@triton.jit
 def share_of(log_q, T, N, K: tl.constexpr):
     """(f of the gradient Q (f - sum Q f), what the column adds to jsd or tvd)."""
-    q = tl.exp(log_q)
+    q = natural_exp(log_q, K.ptx)
     if K.divergence == "tvd":
         sign = tl.where(q > T.p, 1.0, tl.where(q < T.p, -1.0, q - T.p))  # 0 if both are equal, NaN if one is NaN
         return 0.5 * sign, 0.5 * tl.abs(q - T.p)
     elif K.divergence == "jsd":
-        M = N.beta * T.p + (1.0 - N.beta) * q
-        log_m = tl.log(tl.where(M < 1e-37, 1.0, M))  # M is rounded to 0 where T and Q are the least floats
-        of_t = tl.where(T.p == 0.0, 0.0, T.p * (T.log_p - log_m))
-        f = tl.where(q == 0.0, 0.0, log_q - log_m)
-        return (1.0 - N.beta) * f, N.beta * of_t + (1.0 - N.beta) * q * f
+        f, f_t = jsd_of(log_q * LOG2E, T.log_p * LOG2E, 0.0, N, K)
+        f = tl.where(T.log_p == T.log_p, f * ((1.0 - N.beta) * -LN2), float("nan"))
+        return f, T.p * f_t * (N.beta * -LN2) + q * f
     else:
         return log_q - T.log_p, 0.0
 
@@ -346,7 +418,7 @@ def _pair_sums(
         log_q = finished(x, N.factor, N.cap, K.scaled, K.capped) - m - ls
         f, here = share_of(log_q, teacher_of(y, 1.0, m_t, ls_t, n_cols, N, K), N, K)
         value += tl.sum(tl.where(on, here, 0.0), axis=1)
-        of_q += tl.sum(tl.where(on, tl.exp(log_q) * f, 0.0), axis=1)
+        of_q += tl.sum(tl.where(on, natural_exp(log_q, K.ptx) * f, 0.0), axis=1)
     at_part = row * n_parts + part
     tl.store(sums_ptr + at_part, tl.sum(value, axis=0))
     tl.store(sums_ptr + n_rows.to(tl.int64) * n_parts + at_part, tl.sum(of_q, axis=0))
@@ -375,7 +447,7 @@ def gradient_of_pair(x, y, w, m, ls, m_t, ls_t, total, g, n_cols, N, K: tl.const
     z = finished(x, N.factor, N.cap, K.scaled, K.capped)
     log_q = z - m - ls
     T = teacher_of(y, w, m_t, ls_t, n_cols, N, K)
-    q = tl.exp(log_q)
+    q = natural_exp(log_q, K.ptx)
     if (K.divergence == "kl") | (K.divergence == "cross"):
         dz = total * q - T.p
     else:

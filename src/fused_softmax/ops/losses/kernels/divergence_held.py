@@ -20,14 +20,21 @@ from fused_softmax.core.kernels.state import (
     hold_all,
     natural_exp,
     origin_of,
+    rounded_product,
     widen,
 )
+from fused_softmax.ops.losses.kernels.common import exponent_at
 from fused_softmax.ops.losses.kernels.divergence import (
+    both_maxima,
     counted_from,
+    fast_log2,
     finished,
+    jsd_of,
     known_of,
     merged_pairs,
     numbers_of_pair,
+    three_sums,
+    two_sums,
     weights_of,
 )
 from fused_softmax.ops.losses.kernels.spec import BothStates, Exponents, HeldPair, PairSums
@@ -102,15 +109,20 @@ def _pair_held(
 def load_pair(r, P, K: tl.constexpr):
     """The pieces of both rows, or of a part of both, as they were read."""
     PIECES: tl.constexpr = K.pieces
-    x = load_pieces(body_of(P.x, r.row, K) + r.start, r.cols, r.size, 0.0, K, PIECES, K.full_pieces)
-    y = load_pieces(body_of(P.y, r.row, K) + r.start, r.cols, r.size, 0.0, K, PIECES, K.full_pieces)
+    X: tl.constexpr = K.past_x
+    Y: tl.constexpr = K.past_y
+    x = load_pieces(body_of(P.x, r.row, K) + r.start, r.cols, r.size, X, K, PIECES, K.full_pieces)
+    y = load_pieces(body_of(P.y, r.row, K) + r.start, r.cols, r.size, Y, K, PIECES, K.full_pieces)
     return x, y
 
 
 @triton.jit
 def logits_of(x, on, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr):
     """The finished logits of a piece that is held; -inf past the row's end."""
-    return tl.where(on, finished(widen(x, x.dtype, K.ptx), factor, cap, SCALED, CAPPED), NEG_INF)
+    z = finished(widen(x, x.dtype, K.ptx), factor, cap, SCALED, CAPPED)
+    if SCALED or CAPPED:  # otherwise -inf was read there
+        z = tl.where(on, z, NEG_INF)
+    return z
 
 
 @triton.jit
@@ -133,40 +145,39 @@ def on_of(p: tl.constexpr, r, K: tl.constexpr):
 
 
 @triton.jit
-def fast_log2(x, PTX: tl.constexpr):
-    """log2(x). On NVIDIA it is the approximate instruction, which gives -inf for a subnormal x."""
-    if PTX:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    else:
-        return tl.log2(x)
-
-
-@triton.jit
 def maxima_of(x, y, r, N, K: tl.constexpr):
     """(the student's greatest logit, the teacher's, or 0 if the teacher gives no logits) of a row, or of its part."""
-    m = max_of_logits(x, r, N.factor, N.cap, K.scaled, K.capped, K)
-    m_t = tl.zeros([], tl.float32)
+    m = maxima_of_lanes(x, r, N.factor, N.cap, K.scaled, K.capped, K)
+    m_t = m
     if K.given == "logits":
-        m_t = max_of_logits(y, r, N.target_factor, N.target_cap, K.target_scaled, K.target_capped, K)
-    return m, m_t
+        m_t = maxima_of_lanes(y, r, N.target_factor, N.target_cap, K.target_scaled, K.target_capped, K)
+    return whole_maxima(m, m_t, K)
 
 
 @triton.jit
-def max_of_logits(x, r, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr):
-    """The greatest logit of the pieces of a row.
+def whole_maxima(m, m_t, K: tl.constexpr):
+    if K.given == "logits":
+        return both_maxima(m, m_t, K)
+    else:
+        return tl.max(m, axis=0), tl.zeros([], tl.float32)
+
+
+@triton.jit
+def maxima_of_lanes(x, r, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, K: tl.constexpr):
+    """The greatest logit in each column of the pieces of a row.
 
     16-bit logits without scale and softcap are compared without conversion, two in one instruction.
     """
     if K.ptx and x[0].dtype.primitive_bitwidth == 16 and not (SCALED or CAPPED):
-        top = tl.where(on_of(0, r, K), x[0], NEG_INF)
+        top = x[0]
         for p in tl.static_range(1, len(x)):
-            top = packed_maximum(top, tl.where(on_of(p, r, K), x[p], NEG_INF))
-        return tl.max(top.to(tl.float32), axis=0)
+            top = packed_maximum(top, x[p])
+        return top.to(tl.float32)
     else:
         top = logits_of(x[0], on_of(0, r, K), factor, cap, SCALED, CAPPED, K)
         for p in tl.static_range(1, len(x)):
             top = tl.maximum(top, logits_of(x[p], on_of(p, r, K), factor, cap, SCALED, CAPPED, K))
-        return tl.max(top, axis=0)
+        return top
 
 
 @triton.jit
@@ -197,13 +208,13 @@ def terms_of(x, y, w, on, E, P, K: tl.constexpr):
         z_t = teacher_logits_of(y, on, P.N, K)
         return e, z - E.zero, exp_at(z_t, E.scale_t, E.base_t, K.ptx), z_t - E.zero_t
     elif K.given == "log_probs":
-        log_t = tl.where(on, widen(y, y.dtype, K.ptx), NEG_INF)
+        log_t = widen(y, y.dtype, K.ptx)
         return e, z - E.zero, natural_exp(log_t, K.ptx), log_t
     else:
         t = widen(y, y.dtype, K.ptx)
         if K.smooth:
             t = t * (1.0 - P.N.smoothing) + P.N.smoothing / P.n_cols
-        t = tl.where(on, t, 0.0)
+            t = tl.where(on, t, 0.0)
         if K.divergence == "cross":
             return e, z - E.zero, t * w, t
         else:
@@ -220,12 +231,25 @@ def add_terms(s, s_t, c, x, y, at, on, r, E, P, K: tl.constexpr):
     """(s, s_t, c) after adding the piece that begins `at` columns after the part's start."""
     e, z, t, log_t = terms_of(x, y, weights_at_piece(at, on, r, P, K), on, E, P, K)
     if K.divergence == "kl":
-        c += t * tl.where(tl.abs(t) < LEAST_NORMAL, 0.0, log_t - z)
+        c += lane_sums(t * tl.where(tl.abs(t) < LEAST_NORMAL, 0.0, log_t - z), K)
     elif K.divergence == "cross":
-        c -= tl.where(on, t * z, 0.0)  # 0 times -inf is NaN, as in torch
+        c -= lane_sums(tl.where(on, t * z, 0.0), K)  # 0 times -inf is NaN, as in torch
     elif K.divergence == "reverse_kl":
-        c += e * tl.where(e == 0.0, 0.0, z - log_t)
-    return s + e, s_t + t, c
+        c += lane_sums(e * tl.where(e == 0.0, 0.0, z - log_t), K)
+    return s + lane_sums(e, K), s_t + lane_sums(t, K), c
+
+
+@triton.jit
+def lane_sums(x, K: tl.constexpr):
+    """The sum of each lane's columns of a piece. One sum a lane takes fewer registers than one a column."""
+    WIDTH: tl.constexpr = K.vector
+    return tl.sum(tl.reshape(x, [x.shape[0] // WIDTH, WIDTH]), axis=1)
+
+
+@triton.jit
+def zero_sums(K: tl.constexpr):
+    LANES: tl.constexpr = K.block_cols // K.vector
+    return tl.zeros([LANES], tl.float32)
 
 
 @triton.jit
@@ -234,27 +258,33 @@ def sums_of_held(x, y, r, P, K: tl.constexpr):
     m, m_t = maxima_of(x, y, r, P.N, K)
     x, y = hold_all(x, K.ptx), hold_all(y, K.ptx)
     E = exponents_of(m, m_t, K)
-    s = tl.zeros(r.cols.shape, tl.float32)
-    s_t = tl.zeros(r.cols.shape, tl.float32)
-    c = tl.zeros(r.cols.shape, tl.float32)
+    s = zero_sums(K)
+    s_t, c = s, s
     for p in tl.static_range(len(x)):
         s, s_t, c = add_terms(s, s_t, c, x[p], y[p], p * K.block_cols, on_of(p, r, K), r, E, P, K)
-    return PairSums(m, tl.sum(s, axis=0), m_t, tl.sum(s_t, axis=0), tl.sum(c, axis=0))
+    s, s_t, c = three_sums(s, s_t, c, K)
+    return PairSums(m, s, m_t, s_t, c)
 
 
 @triton.jit
-def jsd_of(z, log_t, more, N, K: tl.constexpr):
-    """(log2 Q - log2 M, log2 T - log2 M) of a piece, M = beta T + (1 - beta) Q. more: as BothStates has it.
+def exponents_at(x, y, on, E, P, K: tl.constexpr):
+    """(log2 Q, log2 T), each up to a term of the row, of a piece."""
+    u = exponent_in_log2(student_of(x, on, P.N, K), E.scale, E.base, K)
+    if K.given == "logits":
+        v = exponent_in_log2(teacher_logits_of(y, on, P.N, K), E.scale_t, E.base_t, K)
+    elif K.given == "log_probs":
+        v = widen(y, y.dtype, K.ptx) * LOG2E
+    else:
+        v = fast_log2(widen(y, y.dtype, K.ptx), K.ptx)
+    return u, v
 
-    Both follow from the ratio of the smaller one of T and Q to the larger one, whose logarithm is cut at -100. Beyond
-    that, what the smaller one adds to the divergence is 0.
-    """
-    ratio = (log_t - z + more) * LOG2E
-    ratio = tl.minimum(tl.where(ratio > -100.0, ratio, -100.0), 100.0)  # -inf less -inf, which is NaN, becomes -100 too
-    by_t = ratio > 0.0
-    of_larger, of_smaller = tl.where(by_t, N.beta, 1.0 - N.beta), tl.where(by_t, 1.0 - N.beta, N.beta)
-    log_2 = -fast_log2(tl.fma(tl.exp2(-tl.abs(ratio)), of_smaller, of_larger), K.ptx)
-    return tl.where(by_t, log_2 - ratio, log_2), tl.where(by_t, log_2, log_2 + ratio)
+
+@triton.jit
+def exponent_in_log2(z, scale, base, K: tl.constexpr):
+    if K.ptx:
+        return exponent_at(z, scale, base, K)
+    else:
+        return exponent_at(z, scale, base, K) * LOG2E
 
 
 @triton.jit
@@ -296,7 +326,12 @@ def both_of(S, K: tl.constexpr):
     of_t = tl.zeros_like(ls) + 1.0
     if K.given == "logits":
         of_t = 1.0 / S.s_t
-    return BothStates(S.m, m_t, 1.0 / S.s, of_t, ls, ls - ls_t), value, total
+    more = ls - ls_t
+    if K.divergence == "jsd":  # in the units of `exponents_at`, and with the rounding of their bases
+        more = tl.log2(S.s)
+        if K.given == "logits":
+            more -= tl.log2(S.s_t)
+    return BothStates(S.m, m_t, 1.0 / S.s, of_t, ls, more), value, total
 
 
 @triton.jit
@@ -310,33 +345,40 @@ def told_of(message, n_parts, K: tl.constexpr):
 def shares_of_held(x, y, r, B, P, K: tl.constexpr):
     """(jsd or tvd, sum Q f) of a row, or of its part, by the BothStates B."""
     E = exponents_of(B.m, B.m_t, K)
-    value = tl.zeros(r.cols.shape, tl.float32)
-    of_q = tl.zeros(r.cols.shape, tl.float32)
+    of_t = zero_sums(K)
+    of_q = of_t
     for p in tl.static_range(len(x)):
-        value, of_q = add_shares(value, of_q, x[p], y[p], on_of(p, r, K), B, E, P, K)
-    return shares_of_sums(tl.sum(value, axis=0), tl.sum(of_q, axis=0), P.N, K)
+        of_t, of_q = add_shares(of_t, of_q, x[p], y[p], on_of(p, r, K), B, E, P, K)
+    of_t, of_q = two_sums(of_t, of_q, K)
+    return shares_of_sums(of_t, of_q, B, P.N, K)
 
 
 @triton.jit
-def add_shares(value, of_q, x, y, on, B, E, P, K: tl.constexpr):
-    """(value, of_q) after adding a piece. `shares_of_sums` turns their sums into (jsd or tvd, sum Q f)."""
-    e, z, t, log_t = terms_of(x, y, 1.0, on, E, P, K)
-    q, t = e * B.of_s, t * B.of_t
+def add_shares(of_t, of_q, x, y, on, B, E, P, K: tl.constexpr):
+    """(of_t, of_q) after adding a piece. `shares_of_sums` turns their sums into (jsd or tvd, sum Q f)."""
     if K.divergence == "tvd":
-        return value + tl.abs(q - t), of_q + signed(q, t)
+        e, _, t, _ = terms_of(x, y, 1.0, on, E, P, K)
+        q, t = rounded_product(e, B.of_s), rounded_product(t, B.of_t)
+        return of_t + lane_sums(tl.abs(q - t), K), of_q + lane_sums(signed(q, t), K)
     else:
-        f, f_t = jsd_of(z, log_t, B.more, P.N, K)
+        u, v = exponents_at(x, y, on, E, P, K)
+        f, f_t = jsd_of(u, v, B.more, P.N, K)
         if K.given == "probs":
+            t = widen(y, y.dtype, K.ptx)
             t = tl.where(t < 0.0, float("nan"), t)  # as the logarithm of a negative T is
-        return value + ((P.N.beta * t) * f_t + (1.0 - P.N.beta) * (q * f)), of_q + q * f
+        else:
+            t = tl.exp2(v)
+        return of_t + lane_sums(t * f_t, K), of_q + lane_sums(tl.exp2(u) * f, K)
 
 
 @triton.jit
-def shares_of_sums(value, of_q, N, K: tl.constexpr):
+def shares_of_sums(of_t, of_q, B, N, K: tl.constexpr):
     if K.divergence == "tvd":
-        return 0.5 * value, 0.5 * of_q
+        return 0.5 * of_t, 0.5 * of_q
     else:
-        return value * LN2, of_q * ((1.0 - N.beta) * LN2)
+        of_q *= (1.0 - N.beta) * -LN2 * B.of_s
+        value = N.beta * -LN2 * B.of_t * of_t + of_q
+        return value, tl.where(value == value, of_q, value)  # a gradient of NaN where the divergence is NaN
 
 
 @triton.jit
@@ -359,7 +401,8 @@ def collect_shares(slots_ptr, part, n_parts, tag, K: tl.constexpr):
     step = K.copies * n_parts
     of_value, of_q, _, missing = collect_several(slots_ptr + 2 * step, step, part, n_parts, tag, False, K)
     value, total = told_of(of_value, n_parts, K), told_of(of_q, n_parts, K)
-    return tl.sum(value, axis=0), tl.sum(total, axis=0), missing
+    value, total = two_sums(value, total, K)
+    return value, total, missing
 
 
 @triton.jit
@@ -406,11 +449,12 @@ def gradient_of_piece(x, y, at, on, r, B, E, total, P, K: tl.constexpr):
     elif K.divergence == "reverse_kl":
         dx = e * of_e * tl.where(e == 0.0, 0.0, z - log_t - (B.more + total))
     elif K.divergence == "tvd":
-        q = e * B.of_s
-        dx = g * (0.5 * signed(q, t * B.of_t) - q * total)
+        q = rounded_product(e, B.of_s)
+        dx = (0.5 * g) * signed(q, rounded_product(t, B.of_t)) - q * (g * total)
     else:
-        f, _ = jsd_of(z, log_t, B.more, P.N, K)
-        dx = e * of_e * (f * ((1.0 - P.N.beta) * LN2) - total)
+        u, v = exponents_at(x, y, on, E, P, K)
+        f, _ = jsd_of(u, v, B.more, P.N, K)
+        dx = tl.exp2(u) * (f * (of_e * (1.0 - P.N.beta) * -LN2) - of_e * total)
     if K.capped:
         size = tl.abs(student_of(x, on, P.N, K))
         dx *= (P.N.cap - size) / P.N.cap * (1.0 + size / P.N.cap)
@@ -440,12 +484,13 @@ def pair_alone(row, part, slots_ptr, tag, P, K: tl.constexpr):
         totals = values
         for other in range(P.n_parts):
             r = part_of(other, row, P.x, P.n_cols, P.part_cols, K)
-            value_p = tl.zeros(r.cols.shape, tl.float32)
+            value_p = zero_sums(K)
             total_p = value_p
             for at in range(0, r.size, K.block_cols):
                 x, y = load_piece(at, r, P, K)
                 value_p, total_p = add_shares(value_p, total_p, x, y, at + r.cols < r.size, B, E, P, K)
-            value, total = shares_of_sums(tl.sum(value_p, axis=0), tl.sum(total_p, axis=0), P.N, K)
+            value_p, total_p = two_sums(value_p, total_p, K)
+            value, total = shares_of_sums(value_p, total_p, B, P.N, K)
             values, totals = tl.where(j == other, value, values), tl.where(j == other, total, totals)
             if K.publish_shares:  # noqa: SIM102  a constexpr, and a tensor
                 if other == part:  # every launch has to write all slots of a part
@@ -469,8 +514,10 @@ def pair_alone(row, part, slots_ptr, tag, P, K: tl.constexpr):
 @triton.jit
 def load_piece(at, r, P, K: tl.constexpr):
     """The pieces of both rows that begin `at` columns after the start of their parts."""
-    x = load_pieces(body_of(P.x, r.row, K) + r.start + at, r.cols, r.size - at, 0.0, K, 1, 0)
-    y = load_pieces(body_of(P.y, r.row, K) + r.start + at, r.cols, r.size - at, 0.0, K, 1, 0)
+    X: tl.constexpr = K.past_x
+    Y: tl.constexpr = K.past_y
+    x = load_pieces(body_of(P.x, r.row, K) + r.start + at, r.cols, r.size - at, X, K, 1, 0)
+    y = load_pieces(body_of(P.y, r.row, K) + r.start + at, r.cols, r.size - at, Y, K, 1, 0)
     return x[0], y[0]
 
 
@@ -484,13 +531,12 @@ def sums_of_part(r, P, K: tl.constexpr):
         top = tl.maximum(top, student_of(x, at + r.cols < r.size, P.N, K))
         if K.given == "logits":
             top_t = tl.maximum(top_t, teacher_logits_of(y, at + r.cols < r.size, P.N, K))
-    m, m_t = tl.max(top, axis=0), tl.zeros([], tl.float32)
-    if K.given == "logits":
-        m_t = tl.max(top_t, axis=0)
+    m, m_t = whole_maxima(top, top_t, K)
     E = exponents_of(m, m_t, K)
-    s = tl.zeros(r.cols.shape, tl.float32)
+    s = zero_sums(K)
     s_t, c = s, s
     for at in range(0, r.size, K.block_cols):
         x, y = load_piece(at, r, P, K)
         s, s_t, c = add_terms(s, s_t, c, x, y, at, at + r.cols < r.size, r, E, P, K)
-    return PairSums(m, tl.sum(s, axis=0), m_t, tl.sum(s_t, axis=0), tl.sum(c, axis=0))
+    s, s_t, c = three_sums(s, s_t, c, K)
+    return PairSums(m, s, m_t, s_t, c)

@@ -265,6 +265,16 @@ class PairSpec(Spec):
         return 16 // self.itemsize
 
     @property
+    def past_x(self):
+        """What is read past the student's row: -inf, whose exponential is 0, unless logits are yet to be changed."""
+        return 0.0 if self.scaled or self.capped else float("-inf")
+
+    @property
+    def past_y(self):
+        """As past_x, of the teacher's row."""
+        return 0.0 if self.given == "probs" or self.target_scaled or self.target_capped else float("-inf")
+
+    @property
     def twice(self):
         """Whether the terms of the divergence need the states of both whole rows, and so a second pass."""
         return self.divergence in ("jsd", "tvd")
@@ -327,7 +337,7 @@ class BothStates(NamedTuple):
     """What the states of a pair of rows give.
 
     m, m_t: their maxima. of_s, of_t: 1 / s and 1 / s_t; of_t is 1 for probabilities. ls: the student's log s. more: ls
-    - ls_t, with which log T - log Q = (z_t - m_t) - (z - m) + more.
+    - ls_t, with which log T - log Q = (z_t - m_t) - (z - m) + more; for jsd log2 s - log2 s_t, see `jsd_of`.
     """
 
     m: Any
