@@ -473,6 +473,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
             "losses", "128256 | 25.3 | 23.9 |", "| 64.0 | 51.6 |", "| 45.6 | 47.5 |", "| 88.8 | 6.6 | 29.4 | 1.96 |",
             "| 19.1 | 18.5 | 0.34 | 1.01 |",
         ),
+        "The ranks tell each other 3 numbers": measured("ranks", "where they are kept (0.94)", "651): 0.97 of half"),
     },
     "shards.md": {
         "With `peer`, one launch does": [computed("src/fused_softmax/ranks/plan.py", peered)],
