@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fused_softmax
-from fused_softmax import cross_entropy, linear_cross_entropy, logsumexp, softmax
+from fused_softmax import cross_entropy, divergence, linear_cross_entropy, linear_divergence, logsumexp, softmax
 
 ROWS, HIDDEN, CLASSES = 8192, 4096, 128256
 
@@ -59,6 +59,14 @@ def loss_of_dtensor(logits, target):
         torch.nn.functional.cross_entropy(logits, target).backward()
 
 
+def diverged(logits, teacher, kind, options):
+    return torch.autograd.grad(divergence(logits, teacher, kind=kind, **options), [logits])
+
+
+def linear_diverged(x, w, h, v, options):
+    return torch.autograd.grad(linear_divergence(x, w, h, v, **options), [x, w])
+
+
 def products(x, w, z):
     return x @ w.t(), z @ w, z.t() @ x
 
@@ -76,6 +84,11 @@ def of_logits(transports, target, columns):
             report(f"loss and gradient, {name}, {[*options]}", partial(loss, logits, target, options | over))
         report(f"logsumexp, {name}", partial(logsumexp, logits.detach(), 1, **over))
         report(f"softmax and its gradient, {name}", partial(softmax_and_gradient, logits, dy, over))
+    teacher = torch.randn_like(logits)
+    for kind in ("kl", "reverse_kl", "jsd", "tvd"):
+        report(f"{kind} and gradient of these columns alone", partial(diverged, logits, teacher, kind, {}))
+        for over in transports:
+            report(f"{kind} and gradient, {over['transport']}", partial(diverged, logits, teacher, kind, over))
     parallel = DTensor.from_local(logits.detach(), init_device_mesh("cuda", (2,)), [Shard(1)], run_check=False)
     call = partial(loss_of_dtensor, parallel.requires_grad_(), target)
     report("loss and gradient of a DTensor under enable() and loss_parallel()", call)
@@ -91,6 +104,10 @@ def of_layer(transports, target, columns):
         taken = report(f"linear_cross_entropy and gradients, {over['transport']}", partial(linear, x, w, target, over))
         if dist.get_rank() == 0:
             print(f"  {taken / bound:.3f} of both", flush=True)
+    h, v = torch.randn_like(dx), torch.randn_like(w)
+    for over in ({}, *transports):
+        name = over.get("transport", "these classes alone")
+        report(f"linear_divergence and gradients, {name}", partial(linear_diverged, x, w, h, v, over))
 
 
 def main():
