@@ -58,19 +58,23 @@ def terms(p, log_of_quotient):
     return torch.where(p > 0, p * torch.where(p > 0, log_of_quotient, 0.0), 0.0).sum(-1)
 
 
-def formula(
-    x, y, *, kind="kl", beta=0.5, scale=None, softcap=None, temperature=None, target_scale=None, target_softcap=None,
+def logs_of(
+    x, y, *, scale=None, softcap=None, temperature=None, target_scale=None, target_softcap=None,
     target_temperature=None, target_is="logits",
 ):  # fmt: skip
-    """Every row's divergence in float64."""
+    """The logarithms of both distributions in float64."""
     z = logits_of(x.double(), scale, softcap, temperature)
     log_q, y = z - z.logsumexp(-1, keepdim=True), y.double()
     if target_is == "logits":
         z = logits_of(y, target_scale, target_softcap, target_temperature)
-        log_t = z - z.logsumexp(-1, keepdim=True)
-    else:
-        log_t = y if target_is == "log_probs" else y.log()
-    q, t = log_q.exp(), y if target_is == "probs" else log_t.exp()
+        return log_q, z - z.logsumexp(-1, keepdim=True)
+    return log_q, y if target_is == "log_probs" else y.log()
+
+
+def formula(x, y, *, kind="kl", beta=0.5, target_is="logits", **options):
+    """Every row's divergence in float64."""
+    log_q, log_t = logs_of(x, y, target_is=target_is, **options)
+    q, t = log_q.exp(), y.double() if target_is == "probs" else log_t.exp()
     if kind == "tvd":
         return (q - t).abs().sum(-1) / 2
     if kind == "kl" or (kind == "jsd" and beta == 0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import INTERPRETED, kernels
 from products import pairwise
-from test_divergence import BF16, FP32, GIVEN, every_kind, given_as, pair
+from test_divergence import BF16, FP32, GIVEN, every_kind, given_as, logs_of, pair
 
 from fused_softmax import cross_entropy, divergence
 from fused_softmax.core import calls
@@ -51,8 +51,13 @@ def test_rows_and_parts(kind, target_is, dtypes, n_cols, options, device):
         options = options | {"target_temperature": torch.linspace(0.5, 2, 5, device=device)}
     (found, dx), (wanted, truth) = by_both(x, y, kind, target_is, weight, **options)
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-5)
-    near = 1e-2 if x.dtype == BF16 else 5e-5
-    torch.testing.assert_close(dx.float(), truth.float(), rtol=near, atol=near * truth.abs().max().item())
+    near, rows = 1e-2 if x.dtype == BF16 else 5e-5, torch.ones(5, dtype=torch.bool, device=device)
+    if kind == "tvd":  # whose gradient jumps where both probabilities are equal, and with it the sum over the row
+        log_q, log_t = logs_of(x, y, target_is=target_is, **options)
+        rows = ~(((log_q - log_t).abs() < 1e-6) & (log_q > -9)).any(-1)
+    assert rows.sum() > 2
+    dx_of, truth = dx[rows].float(), truth[rows].float()
+    torch.testing.assert_close(dx_of, truth, rtol=near, atol=near * truth.abs().max().item())
     assert (dx[3] == 0).all()
 
 
