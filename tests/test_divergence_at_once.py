@@ -62,9 +62,11 @@ def test_rows_and_parts(kind, target_is, dtypes, n_cols, options, device):
 
 
 @pytest.mark.parametrize("kind", ["kl", "jsd"])
-def test_rows_of_many_parts(kind, device):
-    x, y = pair(3, MANY, BF16, BF16, device)
-    assert plan_pairs(3, MANY, 2, H100).lanes > 32
+@pytest.mark.parametrize(("n_cols", "strategy"), [(12288, "row"), (12296, "split"), (MANY, "split")])
+def test_long_rows_of_16_bits(kind, n_cols, strategy, device):
+    x, y = pair(3, n_cols, BF16, BF16, device)
+    plan = plan_pairs(3, n_cols, 2, H100)
+    assert (plan.strategy, plan.lanes > 32 and plan.strategy == "split") == (strategy, n_cols == MANY)
     weight = torch.tensor([1.0, 0.0, 2.0], device=device)
     (found, dx), (wanted, truth) = by_both(x, y, kind, "logits", weight)
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-5)

@@ -132,7 +132,7 @@ GRADIENT_MOST_PARTS = 4096  # a row, if no part needs another's state
 # itemsize: (columns, warps) of a part of a pair of rows that are held.
 PAIR_PARTS = {2: (4096, 4), 4: (4096, 4)}
 PAIR_NOTE = "bf16 151936 kl 2418 us, jsd 4084, in parts of 8192 2631 and 4393, of 4096 by 72 registers for 64 2455"
-PAIR_ROW = {2: 12288, 4: 4096}  # columns up to which one program holds a pair: bf16 12288 kl 618 us, in parts 750
+PAIR_ROW = {2: 12288, 4: 4096}  # columns up to which one program holds a pair: bf16 12288 kl 651 us, in parts 750
 ALONE_BYTES = 65536  # of a part, if parts must not follow from the number of rows
 ALONE_ROWS = 2**20  # the number of rows for which held rows are planned then
 
