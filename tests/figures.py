@@ -139,14 +139,14 @@ def ratios(name: str, dtype: str, of: Callable[..., bool], *which: Callable[...,
 
 
 def slower(name: str, operation: str, *providers: str) -> Source:
-    """How many times as long as `fused_softmax` each takes: the geometric mean over a results file."""
+    """How many times as long as `fused_softmax` each takes: the geometric mean of what both have in a results file."""
     path = f"benchmarks/results/h200_{name}.json"
 
     def mean(provider: str) -> float:
         points = [each for each in _points(path) if each.operation == operation and each.kernel]
         ours, theirs = ({each.case: each.kernel.p50_us for each in points if each.provider == who}
                         for who in ("fused_softmax", provider))  # fmt: skip
-        return geometric_mean(theirs[case] / ours[case] for case in theirs)
+        return geometric_mean(theirs[case] / ours[case] for case in theirs if case in ours)
 
     return computed(path, *[partial(mean, each) for each in providers])
 
@@ -415,6 +415,10 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         ],
         "**Log-probabilities with the entropy**": [
             slower("log_prob", each, "torch") for each in ("log_prob", "log_prob_gradient")
+        ],
+        "**[Divergences](#divergences)** with": [
+            slower("divergence", f"divergence{each}_gradient", provider)
+            for provider in ("torch", "liger") for each in ("", "_reverse_kl", "_jsd", "_tvd")
         ],
         "**[Tokens](#sampling)**": [
             slower("sampling", each, "torch") for each in ("sample", "sample_top_k", "sample_top_p")

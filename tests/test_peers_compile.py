@@ -11,8 +11,10 @@ import torch
 from launches import GPUS, launched
 
 from fused_softmax.core.launch import MOST_SPILLED
-from fused_softmax.ops.losses.options import Loss
+from fused_softmax.ops.losses.divergence_launches import Pair
+from fused_softmax.ops.losses.options import Divergence, Loss
 from fused_softmax.ops.losses.output import Wanted
+from fused_softmax.ops.losses.over_ranks import divergence_peers as pair_peers
 from fused_softmax.ops.losses.over_ranks import peers as loss_peers
 from fused_softmax.ops.losses.steps import Kind
 from fused_softmax.ops.softmax import by_peers as softmax_peers
@@ -81,6 +83,22 @@ def test_losses(target, dtype, kind, columns, way):
     assert found.spilled_bytes <= MOST_SPILLED
     if columns > 40:
         assert max(found.load_widths) >= (8 if kind and dtype == BF16 else 16)
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("kind", ["kl", "jsd", "reverse_kl", "tvd"])
+@pytest.mark.parametrize("given", [{}, {"target_is": "probs"}, {"softcap": 30.0}], ids=str)
+@pytest.mark.parametrize("columns", [64128, 200000, 40])
+def test_sums_of_divergences(target, dtype, kind, given, columns):
+    pair, options = Pair(*(torch.empty(512, columns, dtype=dtype) for _ in range(2))), Divergence(kind=kind, **given)
+    run = lambda: pair_peers._prepare(pair, None, options, facts(columns), True, PEERS, None)  # noqa: E731
+    found = binary_of(target, run)
+    assert found.spilled_bytes <= MOST_SPILLED
+    if columns > 40:
+        assert max(found.load_widths) == max(found.store_widths) == 16
+    if (target, dtype, kind, given) == ("sm_90", BF16, "kl", {}):
+        assert found.registers <= 64  # eight programs a multiprocessor
 
 
 @pytest.mark.parametrize("target", NVIDIA)

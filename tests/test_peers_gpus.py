@@ -313,6 +313,48 @@ def test_divergences(gpus, transport, dtype, target_is, options):
             assert (dx.double() - of_whole).norm() <= (1e-3 if dtype == torch.float32 else 2e-2) * of_whole.norm()
 
 
+EVEN = {2: (3008, 2112), 4: (1504, 8, 16, 3592), 8: (704, 8, 16, 1424, 512, 64, 2000, 392)}  # whole vectors
+
+
+def sums_of_divergences(group, transport, dtype, target_is, options):
+    """Means with their gradient, found in the same launch, and the same gradient again; and float64's."""
+    from test_divergence import KINDS, formula
+
+    sizes, found = EVEN[group.size()], []
+    x, y = pairs(40, COLUMNS - 1, dtype, target_is)
+    weight = torch.linspace(0, 2, 40, device=x.device)
+    options = options | {"target_is": target_is, "beta": 0.3}
+    for kind in KINDS:
+        given, whole = mine(x, group, sizes).requires_grad_(), x.double().requires_grad_()
+        for _ in range(2):  # the second is found
+            value = fused_softmax.divergence(
+                given, mine(y, group, sizes), kind=kind, weight=weight, **options, **over(group, transport, sizes)
+            )  # fmt: skip
+        dx, again = (
+            torch.autograd.grad(value, given, torch.tensor(3.0, device=x.device), retain_graph=True)[0]
+            for _ in range(2)
+        )
+        wanted = (formula(whole, y, kind=kind, **options) * weight.double()).sum() / weight.double().sum()
+        (of_whole,) = torch.autograd.grad(3 * wanted, whole)
+        found.append((on_host([value]), on_host([wanted]), on_host([dx, again]), mine(of_whole, group, sizes).cpu()))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.5}], ids=["plain", "options"])
+@pytest.mark.parametrize("target_is", ["logits", "log_probs", "probs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_of_divergences(gpus, transport, dtype, target_is, options):
+    of_kinds = zip(*gpus(sums_of_divergences, transport, dtype, target_is, options), strict=True)
+    for of_ranks in of_kinds:
+        same_on_all([values for values, *_ in of_ranks])
+        for (value,), (wanted,), gradients, of_whole in of_ranks:
+            close(value, wanted, 1e-4)
+            for dx in gradients:
+                near = 1e-3 if dtype == torch.float32 else 2e-2
+                assert (dx.double() - of_whole).norm() <= near * of_whole.norm()
+
+
 def divergences_of_columns(group, transport, rest):
     x, y = pairs(40, COLUMNS, torch.bfloat16, "log_probs")
     told, columns = y.float().topk(20, 1)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from fused_softmax import cross_entropy, divergence
 from fused_softmax.ops.losses.options import Divergence
 from fused_softmax.ops.losses.over_ranks import dtensor as on_shards
+from fused_softmax.ranks import gather
 from fused_softmax.ranks import groups as distributed
 from fused_softmax.ranks.peers import UNEVEN
 
@@ -363,6 +364,116 @@ def test_ranks_exchange_by_peers_too(ranks, options, dtype, n):
     if "columns" in options:
         y = y.softmax(1).gather(1, TOLD)
     are_right(ranks.values(n, by_peers, x, y, options), _mean(x, y, options), dtype)
+
+
+AT_ONCE = {1: (336,), 2: (192, 144), 3: (136, 8, 192), 4: (136, 8, 16, 176)}  # whole vectors; parts of 128
+
+
+def at_once(group, x, y, options, n_classes=None):
+    """A sum or mean by peers, its gradient twice, and how many gathers it took."""
+    in_parts(PART_COLS)
+    rank, sizes = dist.get_rank(group), AT_ONCE[dist.get_world_size(group)]
+    x, y = (each.split(sizes, 1)[rank].clone() for each in (x, y))
+    of = {"group": group, "shard_sizes": sizes, "n_classes": n_classes, "transport": "peer"}
+    leaf, gathers = x.requires_grad_(), mock.patch.object(gather, "_gathered", wraps=gather._gathered)
+    with gathers as gathered:
+        for _ in range(2):  # the second is found
+            found = divergence(leaf, y, **options, **of)
+    (dx,) = torch.autograd.grad(found, leaf, torch.tensor(0.75), retain_graph=True)
+    (again,) = torch.autograd.grad(found, leaf, torch.tensor(0.75))
+    return found.detach(), dx, again, divergence(x.detach(), y, **options, **of), gathered.call_count
+
+
+def are_at_once(found, x, y, options, dtype, near=2e-5):
+    leaf = x.double().requires_grad_()
+    weight, of_rows = options.get("weight"), {k: v for k, v in options.items() if k not in ("weight", "reduction")}
+    wanted = formula(leaf, y, **of_rows)
+    w = torch.ones_like(wanted) if weight is None else weight.double()
+    wanted = (torch.where(w == 0, 0.0, wanted) * w).sum() / (1.0 if options.get("reduction") == "sum" else w.sum())
+    truth = 0.75 * torch.autograd.grad(wanted, leaf)[0]
+    same_on_all([[each[0], each[3]] for each in found])
+    for value, dx, again, alone, gathers in found:
+        assert gathers == 0
+        close(value, wanted.detach(), near)
+        assert torch.equal(alone, value)  # without a gradient
+        assert dx.dtype == again.dtype == dtype
+    most = truth.abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    for each in (1, 2):
+        dx = torch.cat([of_rank[each] for of_rank in found], 1).double()
+        close(dx / most, truth / most, max(2e-4, 4 * torch.finfo(dtype).eps))
+
+
+@pairwise(("kind", "target_is"), ("kind", "n"), ("kind", "dtypes"))
+@pytest.mark.parametrize("n", [3, 2, 4, 1])
+@pytest.mark.parametrize("kind", ["jsd", "kl", "reverse_kl", "tvd"])
+@pytest.mark.parametrize("target_is", GIVEN)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP32, BF16)], ids=str)
+@pytest.mark.parametrize("finish", [{}, {"softcap": 4.0, "scale": -0.5}, {"temperature": ROWS}], ids=str)
+@pytest.mark.parametrize("weight", [None, ROWS])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_by_peers_a_sum_takes_one_launch(ranks, n, kind, target_is, dtypes, finish, weight, reduction):
+    x, y = pair(5, 336, target_is)
+    x, y = x.to(dtypes[0]), y.to(dtypes[1])
+    of_rows = torch.linspace(0.4, 2, 5)
+    options = {"kind": kind, "beta": 0.3, "target_is": target_is, "reduction": reduction, **finish}
+    if finish.get("temperature") == ROWS:
+        options["temperature"] = of_rows
+    if weight is not None:
+        options["weight"] = torch.linspace(0, 2, 5)
+    are_at_once(ranks.values(n, at_once, x, y, options), x, y, options, dtypes[0])
+
+
+@every_kind
+def test_by_peers_hard_rows_take_one_launch(ranks, kind):
+    """Rows of weight 0 hold anything, and a shard has logits of -inf alone."""
+    x, y = (each.float() for each in pair(5, 336))
+    x[1, :136], y[2, 136:144] = -INF if kind != "kl" else -30.0, -INF if kind != "reverse_kl" else -30.0
+    options = {"kind": kind, "weight": torch.tensor([1.0, 1.0, 1.0, 0.0, 2.0])}
+    x[3, 7], y[3] = math.nan, -INF
+    clean = [each.clone() for each in (x, y)]
+    for each in clean:
+        each[3] = 0.0
+    found = ranks.values(3, at_once, x, y, options)
+    are_at_once(found, *clean, options, FP32)
+
+
+@every_kind
+def test_by_peers_columns_past_n_classes_take_one_launch(ranks, kind):
+    """The last shard has padding, and so has another."""
+    x, y = (each.float() for each in pair(5, 336))
+    x[:, 304:] = y[:, 304:] = math.nan
+    found = ranks.values(2, at_once, x, y, {"kind": kind}, 304)
+    assert (found[1][1][:, 112:] == 0).all()
+    assert (found[1][2][:, 112:] == 0).all()
+    found = [(each[0], each[1][:, :n], each[2][:, :n], *each[3:]) for each, n in zip(found, (192, 112), strict=True)]
+    are_at_once(found, x[:, :304], y[:, :304], {"kind": kind}, FP32)
+
+
+def odd_sum(group, x, y, odd):
+    """By peers, one rank asks for another temperature, or kind; then calls that are right."""
+    in_parts(PART_COLS)
+    rank, sizes = dist.get_rank(group), AT_ONCE[2]
+    x, y = (each.split(sizes, 1)[rank].clone() for each in (x, y))
+    leaf, of, found = x.requires_grad_(), {"group": group, "shard_sizes": sizes, "transport": "peer"}, []
+    asked = ["kl", odd[rank] if isinstance(odd, tuple) else "kl", "kl", "jsd", "tvd"]
+    for i, kind in enumerate(asked):
+        temperature = odd + rank if i == 1 and not isinstance(odd, tuple) else 1.0
+        try:
+            found.append(divergence(leaf, y, kind=kind, temperature=temperature, **of).detach())
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("odd", [2.0, ("kl", "tvd"), ("jsd", "kl")], ids=str)
+def test_by_peers_ranks_that_differ_in_a_sum_recover(ranks, odd):
+    x, y = (each.float() for each in pair(3, 336))
+    for first, differed, told, *right in ranks.values(2, odd_sum, x, y, odd):
+        close(first, formula(x, y).mean())
+        assert differed.isnan()
+        assert told.startswith("divergence: an earlier call gave NaN, because ")
+        for found, kind in zip(right, ("jsd", "tvd"), strict=True):
+            close(found, formula(x, y, kind=kind).mean())
 
 
 NEEDS_GROUP = "divergence: {} needs group, got group=None"

@@ -41,6 +41,7 @@ _FILES = {
         "'fused_softmax,torch,liger,cce,in one chunk,chunks of 256,summed in place,32 in place'",
     ),
     "log_prob": Row("Log-probabilities with the entropy, and their gradient", f"log-prob {BESIDE_TORCH}"),
+    "divergence": Row("Divergences from a teacher, and their gradient", f"divergence --quick {BESIDE_TORCH},liger"),
     "tutorial": Row("softmax of 4096 rows, 256 to 12672 columns", "tutorial --provider fused_softmax,torch,naive"),
     "backward": Row("Gradients of softmax and log_softmax", f"backward {BESIDE_PEERS}"),
     "logsumexp": Row("logsumexp", f"logsumexp {BESIDE_TORCH}"),

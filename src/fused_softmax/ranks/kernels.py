@@ -206,27 +206,40 @@ def sum_of_pairs(x):
 
 
 @triton.jit
-def state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, tag, K: tl.constexpr):
-    """(m, s, value) of a whole row: the sum of its headers' values, of which all but one are 0.
+def are_headers(n_states, ranks, K: tl.constexpr):
+    """Which lanes have the headers of a row's messages: the states of its parts stand before them."""
+    j = tl.arange(0, K.lanes)
+    return (j >= n_states) & (j < n_states + ranks)
 
-    s is NaN, and the host is told, where a message is missing or a rank has asked for something else.
-    """
+
+@triton.jit
+def doubt_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, tag, K: tl.constexpr):
+    """NaN, where a message is missing or a rank has asked for something else, and the host is told; 0 otherwise."""
     j = tl.arange(0, K.lanes)
     n_states = n_parts * ranks
-    m_parts, s_parts = states_of(message, n_states, K)
-    m = tl.max(m_parts, axis=0)
-    s = sum_of_pairs(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)))
-    heads = (j >= n_states) & (j < n_states + ranks)
-    value = (message >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    value = tl.sum(tl.where(heads, value, 0.0), axis=0)
+    heads = are_headers(n_states, ranks, K)
     missing = (j < n_states + ranks) & (tag_of(message) != tag)
     wrong = missing | (heads & ((message & DIGEST) != digest))
     first = tl.min(tl.where(wrong, j, K.lanes), axis=0)
+    doubt = tl.zeros([], tl.float32)
     if first < K.lanes:
         lost = tl.max((missing & (j == first)).to(tl.int32), axis=0)
         who = tl.where(first < n_states, first // n_parts, first - n_states)
         fail(bases_ptr, asked_ptr, row, who, lost, rank, ranks, K)
-        s = s + float("nan")
+        doubt += float("nan")
+    return doubt
+
+
+@triton.jit
+def state_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, tag, K: tl.constexpr):
+    """(m, s, value) of a whole row: the sum of its headers' values, of which all but one are 0. s is NaN in doubt."""
+    n_states = n_parts * ranks
+    m_parts, s_parts = states_of(message, n_states, K)
+    m = tl.max(m_parts, axis=0)
+    s = sum_of_pairs(rounded_product(s_parts, weight_of(m_parts, m, K.ptx)))
+    value = (message >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    value = tl.sum(tl.where(are_headers(n_states, ranks, K), value, 0.0), axis=0)
+    s += doubt_of(message, bases_ptr, asked_ptr, row, n_parts, rank, ranks, digest, tag, K)
     return m, s, value
 
 

@@ -41,27 +41,32 @@ def facts_of(shards: Shards) -> Facts:
     return Facts(*shards[1:5])
 
 
-def plan_of(n_rows: int, itemsize: int, alignment: Any, facts: Facts, device: int) -> RowPlan | None:
-    """The plan of this rank's columns that are no padding; None on every rank where there are too many for it."""
+def plan_of(
+    n_rows: int, itemsize: int, alignment: Any, facts: Facts, device: int, *, inputs: int = 1
+) -> RowPlan | None:
+    """The plan of this rank's columns that are no padding; None on every rank where there are too many for it.
+
+    inputs: 2 for pairs of rows.
+    """
     held = facts.of(None).held_by
     return plan_peers(
         n_rows, held[facts.rank], max(held), len(held), itemsize, device_of(device), alignment=alignment,
-        part_cols=PARTS.get("cols"),
+        part_cols=PARTS.get("cols"), inputs=inputs,
     )  # fmt: skip
 
 
 def prepare_launch(
     kernel: Any, plan_for: Callable[[int], RowPlan], n_rows: int, spec: Any, tensors: Mapping[str, Tensor | None],
     values: Mapping[str, Any], numbers: Sequence[str], peers: Peers, group: Any, asked: str,
-    alike: Callable[[int], bool] = lambda n: True, **options: Any,
+    alike: Callable[[int], bool] = lambda n: True, messages: int = 1, **options: Any,
 ) -> Launched:  # fmt: skip
     """Compile `kernel` for tensors like these: call(peers, group, *tensors, *numbers), without the slots.
 
     plan_for: the plan for so many rows. alike: whether a call of so many takes the same kernel, if its plan is the
-    same. asked: what every rank has to ask alike, and where they do not, is told.
+    same. asked: what every rank has to ask alike, and where they do not, is told. messages: of a part.
     """
     plan = plan_for(n_rows)
-    slots_per_row = (plan.parts + 1) * peers.ranks
+    slots_per_row = messages * (plan.parts + 1) * peers.ranks
     region = peers.region(group, slots_per_row, n_rows)
     values = {"rank": peers.rank, "ranks": peers.ranks, "digest": 0, "set_size": region.set_size, **values}
     n_tensors = sum(each is not None for each in tensors.values())

@@ -129,10 +129,11 @@ STREAM_PIECES = 4
 STREAM_PROGRAMS = 8  # a multiprocessor: with more, rows are cut into longer parts
 STREAM_MOST_PARTS = 1024  # a row: a program of the second pass merges their states at once
 GRADIENT_MOST_PARTS = 4096  # a row, if no part needs another's state
-# itemsize: (columns, warps) of a part of a pair of rows that are held.
-PAIR_PARTS = {2: (4096, 4), 4: (4096, 4)}
-PAIR_NOTE = "bf16 151936 kl 2418 us, jsd 4084, in parts of 8192 2631 and 4393, of 4096 by 72 registers for 64 2455"
-PAIR_ROW = {2: 12288, 4: 4096}  # columns up to which one program holds a pair: bf16 12288 kl 651 us, in parts 750
+PAIR_PARTS = 4096, 4  # (columns, warps) of a part of a pair of rows that are held
+PAIR_NOTE = "bf16 151936 columns kl 2330 to 2430 us, in parts of 8192 2631"
+PAIR_COPIES = 2  # of slots at most: fp32 65536 columns kl 1746 us, by one copy 1796, by 4 1705
+PAIR_ROW = 8192  # columns up to which one program holds a pair: bf16 12288 reverse_kl 890 us, in parts 797; kl 610, 765
+PAIR_WARPS = 8  # of such a program at most: bf16 8448 kl 477 us, by 16 577; fp32 4096 740 and 771
 ALONE_BYTES = 65536  # of a part, if parts must not follow from the number of rows
 ALONE_ROWS = 2**20  # the number of rows for which held rows are planned then
 

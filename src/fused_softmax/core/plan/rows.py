@@ -16,11 +16,14 @@ from fused_softmax.core.plan.ladders import (
     FEW_ROWS_COLS,
     GRADIENT_MOST_PARTS,
     LEAST_SHIFTED,
+    PAIR_COPIES,
     PAIR_NOTE,
     PAIR_PARTS,
     PAIR_ROW,
+    PAIR_WARPS,
     POLL_LAST_FIRST_PARTS,
     RATHER_SPLIT,
+    READERS_PER_COPY,
     REDUCTION_BYTES,
     REDUCTION_NOTE,
     REDUCTION_PARTS,
@@ -240,14 +243,17 @@ def plan_pairs(n_rows: int, n_cols: int, itemsize: int, device: Device) -> RowPl
     if n_cols % (VECTOR_BYTES // itemsize) or held not in SPLIT_PARTS:
         return None
     rows = rows_of(n_rows, n_cols, itemsize, 2, "even", device, batch_invariant=True)
-    part_cols, num_warps = PAIR_PARTS[itemsize]
-    if n_cols <= PAIR_ROW[itemsize]:
-        return build("row", rows, f"a pair of rows of at most {PAIR_ROW[itemsize]} columns fits one program")
+    if n_cols <= PAIR_ROW:
+        because = f"a pair of rows of at most {PAIR_ROW} columns fits one program"
+        plan = build("row", rows, because)
+        return plan if plan.num_warps <= PAIR_WARPS else build("row", rows, because, {"num_warps": PAIR_WARPS})
+    part_cols, num_warps = PAIR_PARTS
     parts = -(-n_cols // part_cols)
     # If lanes followed from the number of rows, the order of sums would too. Of 38 parts each warp polls its own.
     lanes = 32 if parts <= 32 else max(32 * num_warps, next_power_of_2(parts))
     choices = {
         "part_cols": part_cols, "num_warps": num_warps, "lanes": lanes,
+        "copies": max(1, min(PAIR_COPIES, parts // READERS_PER_COPY)),
         "poll_last_first": parts >= POLL_LAST_FIRST_PARTS,
     }  # fmt: skip
     said = f"parts of at most {part_cols} columns, whatever stands beside a row ({PAIR_NOTE})"

@@ -1,8 +1,9 @@
 """Divergences of a student's distribution from a teacher's, row by row, with the student's gradient.
 
 Traffic: if a mean or sum has a gradient, both are read once and the gradient is written in the same pass, provided that
-rows are a whole number of vectors, not of float16, and the chip can hold them. Otherwise both are read once (kl,
-reverse_kl) or twice (jsd, tvd), and once more in the backward pass, which writes the gradient.
+rows are a whole number of vectors, not of float16, and the chip can hold them; over ranks, if they exchange by "peer".
+Otherwise both are read once (kl, reverse_kl) or twice (jsd, tvd), and once more in the backward pass, which writes the
+gradient.
 """
 
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from fused_softmax.ops.losses.log_prob import over_ranks as log_probs_over_ranks
 from fused_softmax.ops.losses.log_prob_launches import Asked
 from fused_softmax.ops.losses.options import EVERY, Divergence, LogProb, check_of_rows, is_reduction
 from fused_softmax.ops.losses.over_ranks.divergence import ChosenLogits, rows_over_ranks
+from fused_softmax.ops.losses.over_ranks.divergence_peers import summed_by_peers
 from fused_softmax.ops.losses.over_ranks.dtensor import divergence_on_shards
 from fused_softmax.ranks.dtensor import as_dtensor, mesh_of
 from fused_softmax.ranks.gather import peers_of, told_by
@@ -108,7 +110,9 @@ def divergence(
         makes the same call. There is no second derivative.
     n_classes, shard_sizes: as cross_entropy's.
     transport: with group: how ranks tell each other at most 6 numbers a row, in two exchanges for jsd and tvd; with
-        columns, one for each column, and 2 more for "lump": "collective" or "peer", as log_prob has them.
+        columns, one for each column, and 2 more for "lump": "collective" or "peer", as log_prob has them. By "peer", a
+        mean or sum takes one launch, which writes the gradient too, if every rank's columns are a whole number of
+        vectors of 16 bytes and neither tensor is float16 or float64.
 
     DTensors of both may lie in shards of classes or rows; the target goes where the input lies. Temperatures, weight
     and, with columns, these and the target may be plain tensors, the same on all ranks, where no rows lie in shards.
@@ -232,8 +236,12 @@ def _of_shards(input, target, given, columns, rest, weight, reduction, dtype, ov
     alike = {"operation": _NAME, "dtype": input.dtype, "target_dtype": target.dtype, **options.asked(), "result": dtype}
     alike["columns_of_rows"] = None if columns is None else (columns.shape[-1], rest)
     shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, columns)
-    shards = told_by(peers_of(_NAME, over.transport, over.group, input, target), _NAME, shards)
-    rows = _rows(input, target, options, columns, rest, weight, shards)
+    peers = peers_of(_NAME, over.transport, over.group, input, target)
+    if peers is not None and columns is None and reduction != "none":
+        found = summed_by_peers(input, target, options, weight, reduction, shards, peers)
+        if found is not None:
+            return found.to(dtype or arithmetic_of(input))
+    rows = _rows(input, target, options, columns, rest, weight, told_by(peers, _NAME, shards))
     return reduced(rows, weight, reduction).to(dtype or arithmetic_of(input))
 
 
@@ -324,13 +332,7 @@ def check_divergence(
     name: str, input: Tensor, shape: tuple[int, ...], given: dict[str, Any], weight: Any, reduction: Any, dtype: Any
 ) -> Divergence:
     """The options of a call of logits of a shape, made of the input or these; or an error that names the argument."""
-    for argument, option in Divergence.OPTIONS.items():
-        if option.check is not None:
-            option.check(name, argument, given[argument])
-    if given["target_is"] != "logits":
-        for argument in _TARGETS:
-            if given[argument] is not None:
-                raise ValueError(f'{name}: {argument} is for targets of logits, got target_is="{given["target_is"]}"')
+    options = _checked_options(name, given)
     for argument in ("temperature", "target_temperature"):
         check_of_rows(name, input, shape, argument, given[argument])
     is_reduction(name, "reduction", reduction)
@@ -341,7 +343,28 @@ def check_divergence(
     check_of_rows(name, input, shape, "weight", weight)
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise TypeError(f"{name}: dtype must be a float torch.dtype, got {described(dtype)}")
+    return options
+
+
+def _checked_options(name: str, given: dict[str, Any]) -> Divergence:
+    """The options, whose tensors are yet to be checked; or an error that names the argument."""
+    plain = all(each is None or type(each) in (float, str) for each in given.values())
+    return (_found_options if plain else _made_options)(name, tuple(given.items()))
+
+
+def _made_options(name: str, items: tuple[tuple[str, Any], ...]) -> Divergence:
+    given = dict(items)
+    for argument, option in Divergence.OPTIONS.items():
+        if option.check is not None:
+            option.check(name, argument, given[argument])
+    if given["target_is"] != "logits":
+        for argument in _TARGETS:
+            if given[argument] is not None:
+                raise ValueError(f'{name}: {argument} is for targets of logits, got target_is="{given["target_is"]}"')
     return _options(given)
+
+
+_found_options = lru_cache(256)(_made_options)
 
 
 def _check_shapes(input, shape, target, given, columns, rest) -> None:

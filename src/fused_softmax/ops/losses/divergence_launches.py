@@ -24,7 +24,7 @@ from fused_softmax.ops.losses.options import Divergence
 NUMBERS = PairNumbers._fields
 GRADIENT = "divergence_gradient"  # the name by which it is kept
 _MERGED = 32  # rows that a program merges
-_BESIDES = 32  # registers of a thread besides those that hold a pair
+BESIDES = 32  # registers of a thread besides those that hold a pair
 # As `runner.IN_TURN`, for two exchanges.
 IN_TURN_TWICE: tuple[dict[str, bool], ...] = (
     {"collect": False},
@@ -79,7 +79,13 @@ def _itemsize(pair: Pair) -> int:
     return min(pair.x.element_size(), pair.y.element_size())
 
 
-def _kind(pair: Pair, asked: Divergence) -> dict[str, Any]:
+def vector_of(pair: Pair) -> int:
+    """The columns of which both rows have a whole number of vectors."""
+    return 16 // _itemsize(pair)
+
+
+def kind_of(pair: Pair, asked: Divergence) -> dict[str, Any]:
+    """The fields of a PairSpec that the options decide, and what stands beside the rows."""
     kind = asked.fields() | {"weighted": pair.weight is not None}
     kind["scaled"] |= pair.temperature is not None
     kind["target_scaled"] |= pair.target_temperature is not None
@@ -88,7 +94,7 @@ def _kind(pair: Pair, asked: Divergence) -> dict[str, Any]:
 
 def _spec(pair: Pair, asked: Divergence, plan: RowPlan) -> PairSpec:
     device = pair.x.get_device()
-    spec = spec_of(PairSpec, plan, torch.float32, device, itemsize=_itemsize(pair), **_kind(pair, asked))
+    spec = spec_of(PairSpec, plan, torch.float32, device, itemsize=_itemsize(pair), **kind_of(pair, asked))
     return replace(spec, pieces=1, full_pieces=0, axis=1, itemsize=_itemsize(pair))
 
 
@@ -166,7 +172,7 @@ def plan_held(pair: Pair) -> RowPlan | None:
     boundary.
     """
     n_rows, n_cols = pair.x.shape
-    if n_cols % (16 // _itemsize(pair)):
+    if n_cols % vector_of(pair):
         return None
     itemsize = max(pair.x.element_size(), pair.y.element_size())
     return plan_pairs(n_rows, n_cols, itemsize, device_of(pair.x.get_device()))
@@ -197,7 +203,7 @@ def _prepare_held(
 
     device, plan = pair.x.get_device(), plan_held(pair)
     assert plan is not None
-    kind = _kind(pair, asked)
+    kind = kind_of(pair, asked)
     spec = spec_of(PairSpec, plan, torch.float32, device, itemsize=plan.itemsize, **kind)
     spec = replace(spec, itemsize=_itemsize(pair))
     if plan.strategy == "split":
@@ -213,7 +219,7 @@ def _prepare_held(
     values = dict(zip(numbers, (*asked.numbers, 1.0), strict=True))
     launched = prepare(
         _pair_held, plan, spec, tensors, values, device=device, numbers=numbers,
-        besides=_BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
+        besides=BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
     )  # fmt: skip
     order = [names.index(name[:-4]) for name in _pair_held.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
     picked = picked_of([given[i] for i in order])

@@ -86,11 +86,29 @@ def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: st
 
     weight: of rows. A row of weight 0 adds 0, whatever it holds.
     """
-    mean, counts = reduction == "mean", None
-    if weight is not None:
-        counts = weight.detach().resolve_neg().reshape(-1).to(torch.float32).contiguous()
-    share = 1 / len(pair.x) if mean and weight is None else 1.0
-    return _apply_summed(*pair, counts, (options, mean, share))
+    counts, share = counts_of(pair, weight, reduction)
+    return _apply_summed(*pair, counts, (options, reduction == "mean", share))
+
+
+def counts_of(pair: Pair, weight: Tensor | None, reduction: str) -> tuple[Tensor | None, float]:
+    """(the weights of rows as kernels take them, the factor of all rows in their sum or mean)."""
+    if weight is None:
+        return None, 1 / len(pair.x) if reduction == "mean" else 1.0
+    return weight.detach().resolve_neg().reshape(-1).to(torch.float32).contiguous(), 1.0
+
+
+def of_mean(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(the factor of each row in a mean by these weights, their sum)."""
+    total = counts.sum()
+    return torch.where(counts == 0, 0.0, counts / total), total
+
+
+def sum_of(value: Tensor, counts: Tensor | None, mean: bool, total: Tensor | None) -> Tensor:
+    """The sum or mean of rows' divergences. counts, total: as `of_mean` gives them for a mean."""
+    if counts is None:
+        return value.mean() if mean else value.sum()
+    found = torch.where(counts == 0, 0.0, counts * value).sum()
+    return found if total is None else torch.where(total == 0, total / total, found)  # NaN of no weight at all
 
 
 def losses_of(rows: Tensor, lse: Tensor | None, loss: Loss, dtype: torch.dtype) -> tuple[Tensor, Any, Any]:
@@ -278,15 +296,11 @@ class _Summed(torch.autograd.Function):
         options, mean, share = how
         pair, total = Pair(x, y, weight, temperature, target_temperature), None
         if mean and counts is not None:
-            total = counts.sum()
-            counts = torch.where(counts == 0, 0.0, counts / total)
+            counts, total = of_mean(counts)
         value, *ctx.gradients = at_once(_detached(pair), counts, share, options, ctx.needs_input_grad[1])
         ctx.how = options, share
         ctx.save_for_backward(*pair, counts)
-        if counts is None:
-            return value.mean() if mean else value.sum()
-        found = torch.where(counts == 0, 0.0, counts * value).sum()
-        return found if total is None else torch.where(total == 0, total / total, found)  # NaN of no weight at all
+        return sum_of(value, counts, mean, total)
 
     @staticmethod
     def backward(ctx, dresult):

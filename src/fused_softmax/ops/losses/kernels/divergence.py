@@ -222,8 +222,8 @@ def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, K
 
 
 @triton.jit
-def merged_pairs(S, K: tl.constexpr):
-    """The PairSums of a row, from those of its parts, one part a lane."""
+def faded_pairs(S, K: tl.constexpr):
+    """The PairSums of a row's parts, one part a lane, with the maxima of the row, counted from them: sums add up."""
     m, m_t = both_maxima(S.m, S.m_t, K)
     fade = weight_of(S.m, m, K.ptx)
     fade_t = tl.zeros_like(fade) + 1.0
@@ -231,8 +231,15 @@ def merged_pairs(S, K: tl.constexpr):
         fade_t = weight_of(S.m_t, m_t, K.ptx)
     c = recounted(S.c, S.s, S.s_t, S.m, S.m_t, m, m_t, K)
     c = faded(c, fade if K.divergence == "reverse_kl" else fade_t)
-    s, s_t, c = three_sums(rounded_product(S.s, fade), rounded_product(S.s_t, fade_t), c, K)
-    return PairSums(m, s, m_t, s_t, c)
+    return PairSums(m, rounded_product(S.s, fade), m_t, rounded_product(S.s_t, fade_t), c)
+
+
+@triton.jit
+def merged_pairs(S, K: tl.constexpr):
+    """The PairSums of a row, from those of its parts, one part a lane."""
+    S = faded_pairs(S, K)
+    s, s_t, c = three_sums(S.s, S.s_t, S.c, K)
+    return PairSums(S.m, s, S.m_t, s_t, c)
 
 
 @triton.jit

@@ -218,7 +218,8 @@ def terms_of(x, y, w, on, E, P, K: tl.constexpr):
         if K.divergence == "cross":
             return e, z - E.zero, t * w, t
         else:
-            return e, z - E.zero, t, fast_log2(t, K.ptx) * LN2
+            log_2 = tl.log2(t) if K.divergence == "reverse_kl" else fast_log2(t, K.ptx)  # of subnormals too
+            return e, z - E.zero, t, log_2 * LN2
 
 
 @triton.jit
@@ -231,17 +232,21 @@ def add_terms(s, s_t, c, x, y, at, on, r, E, P, K: tl.constexpr):
     """(s, s_t, c) after adding the piece that begins `at` columns after the part's start."""
     e, z, t, log_t = terms_of(x, y, weights_at_piece(at, on, r, P, K), on, E, P, K)
     if K.divergence == "kl":
-        c += lane_sums(t * tl.where(tl.abs(t) < LEAST_NORMAL, 0.0, log_t - z), K)
+        c += lane_sums(rounded_product(t, tl.where(tl.abs(t) < LEAST_NORMAL, 0.0, log_t - z)), K)
     elif K.divergence == "cross":
-        c -= lane_sums(tl.where(on, t * z, 0.0), K)  # 0 times -inf is NaN, as in torch
+        c -= lane_sums(tl.where(on, rounded_product(t, z), 0.0), K)  # 0 times -inf is NaN, as in torch
     elif K.divergence == "reverse_kl":
-        c += lane_sums(e * tl.where(e == 0.0, 0.0, z - log_t), K)
+        c += lane_sums(rounded_product(e, tl.where(e == 0.0, 0.0, z - log_t)), K)
     return s + lane_sums(e, K), s_t + lane_sums(t, K), c
 
 
 @triton.jit
 def lane_sums(x, K: tl.constexpr):
-    """The sum of each lane's columns of a piece. One sum a lane takes fewer registers than one a column."""
+    """The sum of each lane's columns of a piece. One sum a lane takes fewer registers than one a column.
+
+    Products are rounded before. Otherwise the compiler decides in each place anew which of them an addition takes in,
+    and `pair_alone` has to find the same bits.
+    """
     WIDTH: tl.constexpr = K.vector
     return tl.sum(tl.reshape(x, [x.shape[0] // WIDTH, WIDTH]), axis=1)
 
@@ -368,7 +373,7 @@ def add_shares(of_t, of_q, x, y, on, B, E, P, K: tl.constexpr):
             t = tl.where(t < 0.0, float("nan"), t)  # as the logarithm of a negative T is
         else:
             t = tl.exp2(v)
-        return of_t + lane_sums(t * f_t, K), of_q + lane_sums(tl.exp2(u) * f, K)
+        return of_t + lane_sums(rounded_product(t, f_t), K), of_q + lane_sums(rounded_product(tl.exp2(u), f), K)
 
 
 @triton.jit
@@ -376,8 +381,8 @@ def shares_of_sums(of_t, of_q, B, N, K: tl.constexpr):
     if K.divergence == "tvd":
         return 0.5 * of_t, 0.5 * of_q
     else:
-        of_q *= (1.0 - N.beta) * -LN2 * B.of_s
-        value = N.beta * -LN2 * B.of_t * of_t + of_q
+        of_q = rounded_product(of_q, (1.0 - N.beta) * -LN2 * B.of_s)
+        value = rounded_product(of_t, N.beta * -LN2 * B.of_t) + of_q
         return value, tl.where(value == value, of_q, value)  # a gradient of NaN where the divergence is NaN
 
 

@@ -367,6 +367,25 @@ class HeldPair(NamedTuple):
     dvalue: Any
 
 
+class RowOfRanks(NamedTuple):
+    """Where the ranks of a group exchange what they know of a row: see ranks/kernels.py.
+
+    at: the first slot of the row's in this launch's set. n_slots: of a message. digest, tag: of this launch.
+    """
+
+    slots_ptr: Any
+    bases_ptr: Any
+    asked_ptr: Any
+    at: Any
+    row: Any
+    n_slots: Any
+    n_parts: Any
+    rank: Any
+    ranks: Any
+    digest: Any
+    tag: Any
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossShardSpec(LossSpec):
     """For the numbers of rows that ranks tell each other, and for what follows from them."""

@@ -121,7 +121,7 @@ class ProbabilitiesOverRanks(torch.autograd.Function):
 
 def rows_over_ranks(input: Tensor, target: Tensor, options: Divergence, shards: Shards) -> Tensor:
     """The divergence of every row, in the leading shape, of the columns [..., columns] that this rank has."""
-    leading, x, y = input.shape[:-1], _rows(input), _rows(target.detach())
+    leading, x, y = input.shape[:-1], flat(input), flat(target.detach())
     value, _ = DivergenceOverRanks.apply(*pair_of(x, y, options), OfCall(options.with_numbers(), shards))
     return value.view(leading)
 
@@ -149,7 +149,8 @@ def lacks(loss: Loss) -> str:
     return ""
 
 
-def _rows(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
+    """Rows [n, columns] of a tensor that may have no columns."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
