@@ -1152,3 +1152,10 @@ def test_real_figures_of_every_operation(name):
         assert found.method == "graph" or draws, f"{found.provider}: {found.message}"
         # Of what torch has no function for, it takes one head after another.
         assert (1e-5 if name in KINDS else 0.0005 if draws else 0.005) < found.ratio < 1.3
+
+
+def test_a_tvd_is_measured_where_its_gradient_does_not_jump():
+    case = Case((64, 32000))
+    x, y = OPERATIONS["divergence_tvd_gradient"].inputs(case, torch.Generator().manual_seed(0))
+    log_q, log_t = (torch.log_softmax(each.double(), -1) for each in (x, y))
+    assert (log_q - log_t).abs().min() > 5e-5
