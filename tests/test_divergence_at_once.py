@@ -1,6 +1,7 @@
 """Divergences whose gradient is written with their sum: the same as of rows, in any batch, by parts that go alone."""
 
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -165,6 +166,35 @@ for kind in ("kl", "reverse_kl", "jsd", "tvd"):
     found.backward()
     print(kind, found.item(), hashlib.md5(leaf.grad.view(torch.int16).cpu().numpy().tobytes()).hexdigest())
 """
+
+
+INTERPRETED = """
+import torch
+from fused_softmax import divergence
+torch.manual_seed(0)
+for n_cols, of in ((264, ("logits", "log_probs", "probs")), (8200, ("logits",))):
+    for given in of:
+        for kind in ("kl", "reverse_kl", "jsd", "tvd"):
+            x, y = torch.randn(2, n_cols), torch.randn(2, n_cols)
+            y = {"logits": y, "log_probs": y.log_softmax(1), "probs": y.softmax(1)}[given]
+            options = {"kind": kind, "target_is": given, "beta": 0.3, "reduction": "sum"}
+            found = []
+            for dtype in (torch.float32, torch.float64):
+                leaf = x.to(dtype).requires_grad_()
+                value = divergence(leaf, y.to(dtype), **options)
+                found.append((value.detach().double(), torch.autograd.grad(value, leaf)[0].double()))
+            for ours, truth in zip(*found):
+                torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-6)
+print("all right")
+"""
+
+
+def test_tritons_own_interpreter_computes_them():
+    """As users run it: the other tests change the interpreter, so that it takes less time."""
+    environment = os.environ | {"FUSED_SOFTMAX_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", INTERPRETED]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert run.stdout == "all right\n", run.stderr[-2000:]
 
 
 @pytest.mark.gpu

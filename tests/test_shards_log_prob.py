@@ -362,7 +362,7 @@ def called(group, arguments, on):
 WRONG = [
     ({"n_classes": 0}, "ValueError", "n_classes must be at least 1, got 0"),
     ({"n_classes": 13}, "ValueError", "the shards hold (4, 4, 4) columns, together fewer than n_classes=13. " + UNEVEN),
-    ({"shard_sizes": [3, 3, 3]}, "ValueError", "shard_sizes=[3, 3, 3] gives rank"),
+    ({"shard_sizes": [3, 3, 3]}, "ValueError", "shard_sizes=(3, 3, 3) gives rank"),
     ({"shard_sizes": "444"}, "TypeError", "shard_sizes must be a sequence of ints, one for each rank, got str"),
     ({"transport": "pigeon"}, "ValueError", "transport must be None or one of ('peer', 'collective'), got 'pigeon'"),
     ({"target": torch.zeros(3, dtype=torch.long)}, "ValueError", "target must have shape (2,) or (2, k) for logits"),

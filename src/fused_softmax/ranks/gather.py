@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_softmax.core.calls import kept
 from fused_softmax.core.kernels.spec import Spec
 from fused_softmax.core.launched import Launched
-from fused_softmax.core.route import runs_here
+from fused_softmax.core.route import watcher_of
 from fused_softmax.core.runner import has_ptx, prepare
 from fused_softmax.ranks.groups import Shards
 from fused_softmax.ranks.launches import allocator
@@ -27,7 +27,8 @@ def peers_of(name: str, transport: Any, group: Any, *tensors: Tensor) -> Peers |
     """By which memory the ranks of a call, which begins here, tell each other of its tensors; None for a collective."""
     if transport == "collective":
         return None
-    hindrance = None if runs_here(*tensors) else "the kernels do not run here"
+    watcher = watcher_of(*tensors)
+    hindrance = None if watcher is None else watcher.reason
     peers = choose(name, transport, group, tensors[0].device, hindrance)
     if peers is not None:
         peers.ready(name)

@@ -381,8 +381,9 @@ def shares_of_sums(of_t, of_q, B, N, K: tl.constexpr):
     if K.divergence == "tvd":
         return 0.5 * of_t, 0.5 * of_q
     else:
-        of_q = rounded_product(of_q, (1.0 - N.beta) * -LN2 * B.of_s)
-        value = rounded_product(of_t, N.beta * -LN2 * B.of_t) + of_q
+        # A tensor first: under the interpreter N.beta is a float, and a constexpr times a tensor is no tensor.
+        of_q = rounded_product(of_q, B.of_s * ((1.0 - N.beta) * -LN2))
+        value = rounded_product(of_t, B.of_t * (N.beta * -LN2)) + of_q
         return value, tl.where(value == value, of_q, value)  # a gradient of NaN where the divergence is NaN
 
 
