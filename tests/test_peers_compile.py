@@ -16,6 +16,7 @@ from fused_softmax.ops.losses.options import Divergence, Loss
 from fused_softmax.ops.losses.output import Wanted
 from fused_softmax.ops.losses.over_ranks import divergence_peers as pair_peers
 from fused_softmax.ops.losses.over_ranks import peers as loss_peers
+from fused_softmax.ops.losses.over_ranks.divergence import OfCall
 from fused_softmax.ops.losses.steps import Kind
 from fused_softmax.ops.softmax import by_peers as softmax_peers
 from fused_softmax.ranks import gather as gather_peers
@@ -92,7 +93,9 @@ def test_losses(target, dtype, kind, columns, way):
 @pytest.mark.parametrize("columns", [64128, 200000, 40])
 def test_sums_of_divergences(target, dtype, kind, given, columns):
     pair, options = Pair(*(torch.empty(512, columns, dtype=dtype) for _ in range(2))), Divergence(kind=kind, **given)
-    run = lambda: pair_peers._prepare(pair, None, options, facts(columns), True, PEERS, None)  # noqa: E731
+    of_call = OfCall(options, SimpleNamespace(group=None))
+    how = pair_peers.How(of_call, "sum", FP32, True, PEERS)
+    run = lambda: pair_peers._prepare(pair, None, how, facts(columns))  # noqa: E731
     found = binary_of(target, run)
     assert found.spilled_bytes <= MOST_SPILLED
     if columns > 40:

@@ -174,6 +174,7 @@ def at_odds(group, odd):
         "rows": ((X, TARGET, {}), (X[:2], TARGET[:2], {})),
         "options": ((X, TARGET, {}), (X, TARGET, {"ignore_index": 3})),
         "numbers": ((X, TARGET, {"softcap": 3.0}), (X, TARGET, {"softcap": 5.0})),
+        "hashes": ((X, TARGET, {"scale": -1.0}), (X, TARGET, {"scale": -2.0})),  # that Python makes the same
         "launches": ((X, TARGET, {}), (X, TARGET, {"label_smoothing": 0.1})),
         "arguments": ((X, TARGET, {}), (X, TARGET, {"reduction": "max"})),
     }[odd]
@@ -196,7 +197,7 @@ def at_odds(group, odd):
     return y, seconds, said, loss(mine(group), TARGET, group)
 
 
-@pytest.mark.parametrize("odd", ["options", "rows", "numbers", "launches", "arguments"])
+@pytest.mark.parametrize("odd", ["options", "rows", "numbers", "hashes", "launches", "arguments"])
 def test_ranks_that_differ_get_nan_at_once_then_an_error_and_then_what_they_ask_for(ranks, odd):
     for rank, (y, seconds, said, again) in enumerate(ranks.values(4, on_two, at_odds, odd)[:2]):
         assert y.isnan()

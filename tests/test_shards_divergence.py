@@ -449,23 +449,30 @@ def test_by_peers_columns_past_n_classes_take_one_launch(ranks, kind):
     are_at_once(found, x[:, :304], y[:, :304], {"kind": kind}, FP32)
 
 
+WEIGHT = torch.tensor([1.0, 0.5, 2.0])
+ODD_SUMS = {
+    "temperature": ({"temperature": 2.0}, {"temperature": 3.0}),
+    "scale": ({"scale": -1.0}, {"scale": -2.0}),  # numbers that Python hashes alike
+    "kinds": ({"kind": "kl"}, {"kind": "tvd"}), "exchanges": ({"kind": "jsd"}, {"kind": "kl"}),
+    "reduction": ({"weight": WEIGHT, "reduction": "sum"}, {"weight": WEIGHT}), "result": ({"dtype": BF16}, {}),
+}  # fmt: skip
+
+
 def odd_sum(group, x, y, odd):
-    """By peers, one rank asks for another temperature, or kind; then calls that are right."""
+    """By peers, each rank asks for something else, and then for the same."""
     in_parts(PART_COLS)
     rank, sizes = dist.get_rank(group), AT_ONCE[2]
     x, y = (each.split(sizes, 1)[rank].clone() for each in (x, y))
     leaf, of, found = x.requires_grad_(), {"group": group, "shard_sizes": sizes, "transport": "peer"}, []
-    asked = ["kl", odd[rank] if isinstance(odd, tuple) else "kl", "kl", "jsd", "tvd"]
-    for i, kind in enumerate(asked):
-        temperature = odd + rank if i == 1 and not isinstance(odd, tuple) else 1.0
+    for options in ({}, ODD_SUMS[odd][rank], {}, {"kind": "jsd"}, {"kind": "tvd"}):
         try:
-            found.append(divergence(leaf, y, kind=kind, temperature=temperature, **of).detach())
+            found.append(divergence(leaf, y, **options, **of).detach())
         except RuntimeError as error:
             found.append(str(error))
     return found
 
 
-@pytest.mark.parametrize("odd", [2.0, ("kl", "tvd"), ("jsd", "kl")], ids=str)
+@pytest.mark.parametrize("odd", ODD_SUMS)
 def test_by_peers_ranks_that_differ_in_a_sum_recover(ranks, odd):
     x, y = (each.float() for each in pair(3, 336))
     for first, differed, told, *right in ranks.values(2, odd_sum, x, y, odd):

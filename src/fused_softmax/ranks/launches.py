@@ -3,10 +3,11 @@
 Its memory is on this rank's GPU, though the process mostly sees those of all ranks of its host.
 """
 
-import zlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -75,15 +76,17 @@ def prepare_launch(
         other = plan_for(n)
         return other if replace(other, n_rows=plan.n_rows) == plan and alike(n) else None
 
+    pack = struct.Struct(f"{len(numbers)}d").pack
+
     def build(n, launch):
         digest = _digest(asked, n, plan)
 
         def call(peers, group, *arguments):
             region, given = peers.of_launch(group, slots_per_row, n), arguments[n_tensors:]
-            # Numbers are no part of a kept call, and a hash of floats is the same in every process.
+            # Numbers are no part of a kept call. Their hash would not do: that of -1.0 is that of -2.0.
             launch(
                 region.slots, region.bases, region.asked, *arguments[:n_tensors], region.set_size,
-                digest ^ hash(given) & _DIGEST, *given,
+                crc32(pack(*given), digest) & _DIGEST, *given,
             )  # fmt: skip
 
         return call
@@ -97,7 +100,7 @@ def prepare_launch(
 
 
 def _digest(asked: str, n_rows: int, plan: RowPlan) -> int:
-    return zlib.crc32(f"{asked} {n_rows} {plan.parts} {plan.part_cols}".encode()) & _DIGEST
+    return crc32(f"{asked} {n_rows} {plan.parts} {plan.part_cols}".encode())
 
 
 _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # on the current device

@@ -236,13 +236,13 @@ def _of_shards(input, target, given, columns, rest, weight, reduction, dtype, ov
     alike = {"operation": _NAME, "dtype": input.dtype, "target_dtype": target.dtype, **options.asked(), "result": dtype}
     alike["columns_of_rows"] = None if columns is None else (columns.shape[-1], rest)
     shards = shards_of(_NAME, sizes, prod(input.shape[:-1]), over, input.device, alike, columns)
-    peers = peers_of(_NAME, over.transport, over.group, input, target)
+    peers, result_dtype = peers_of(_NAME, over.transport, over.group, input, target), dtype or arithmetic_of(input)
     if peers is not None and columns is None and reduction != "none":
-        found = summed_by_peers(input, target, options, weight, reduction, shards, peers)
+        found = summed_by_peers(input, target, options, weight, reduction, result_dtype, shards, peers)
         if found is not None:
-            return found.to(dtype or arithmetic_of(input))
+            return found
     rows = _rows(input, target, options, columns, rest, weight, told_by(peers, _NAME, shards))
-    return reduced(rows, weight, reduction).to(dtype or arithmetic_of(input))
+    return reduced(rows, weight, reduction).to(result_dtype)
 
 
 def _checked(input, target, given, columns, rest, weight, reduction, dtype, over: Over | None = None) -> Divergence:

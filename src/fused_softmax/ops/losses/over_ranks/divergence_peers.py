@@ -5,7 +5,7 @@ A sum or mean reads the shards of student and teacher once, and writes the gradi
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_softmax.core.calls import kept
 from fused_softmax.core.launched import Launched, compose
 from fused_softmax.core.no_gradient import saved_of
-from fused_softmax.core.route import resolved
+from fused_softmax.core.route import needs_grad, resolved
 from fused_softmax.core.runner import IN_TURN, spec_of
 from fused_softmax.ops.losses.divergence_launches import (
     BESIDES,
@@ -55,18 +55,30 @@ def _plan(n_rows: int, pair: Pair, facts: Facts) -> Any:
 
 
 def summed_by_peers(
-    x: Tensor, y: Tensor, options: Divergence, weight: Tensor | None, reduction: str, shards: Shards, peers: Peers
-) -> Tensor | None:
-    """The sum or mean of the divergences of rows, float32; None where one launch cannot compute it.
+    x: Tensor, y: Tensor, options: Divergence, weight: Tensor | None, reduction: str, dtype: torch.dtype,
+    shards: Shards, peers: Peers,
+) -> Tensor | None:  # fmt: skip
+    """The sum or mean of the divergences of rows; None where one launch cannot compute it.
 
-    Of the columns [..., columns] that this rank has. weight: of rows, of the leading shape.
+    Of the columns [..., columns] that this rank has. weight: of rows, of the leading shape. dtype: of the result.
     """
     pair, of_call = pair_of(flat(x), flat(y.detach()), options), OfCall(options.with_numbers(), shards)
     if not in_one_launch(pair, of_call.options, shards):
         return None
     counts, share = counts_of(pair, weight, reduction)
-    of_rows = pair.temperature, pair.target_temperature
-    return SummedByPeers.apply(pair.x, pair.y, *of_rows, counts, (of_call, reduction == "mean", share, peers))
+    how = How(of_call, reduction, dtype, needs_grad(x), peers)
+    found = SummedByPeers.apply(pair.x, pair.y, pair.temperature, pair.target_temperature, counts, (how, share))
+    return found.to(dtype)
+
+
+class How(NamedTuple):
+    """How a launch computes a sum or mean. dtype: of the call's result. gradient: whether it is wanted."""
+
+    of_call: OfCall
+    reduction: str
+    dtype: torch.dtype
+    gradient: bool
+    peers: Peers
 
 
 class SummedByPeers(torch.autograd.Function):
@@ -74,8 +86,8 @@ class SummedByPeers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, temperature, target_temperature, counts, how):
-        of_call, mean, share, peers = how
-        total = None
+        (of_call, reduction, *_), share = how
+        mean, total = reduction == "mean", None
         if mean and counts is not None:
             counts, total = of_mean(counts)
         pair = Pair(x.detach(), y.detach(), None, temperature, target_temperature)
@@ -83,7 +95,7 @@ class SummedByPeers(torch.autograd.Function):
         if held < x.shape[1]:
             pair = pair._replace(x=pair.x[:, :held], y=pair.y[:, :held])
         own = pair._replace(x=in_vectors(pair.x, pair.y), y=in_vectors(pair.y, pair.x))
-        value, known, ctx.gradient = _launch(own, counts, share, of_call, peers, ctx.needs_input_grad[0])
+        value, known, ctx.gradient = _launch(own, counts, share, how[0])
         ctx.of_call, ctx.share = of_call, share
         ctx.save_for_backward(x, y, temperature, target_temperature, counts, known)
         return sum_of(value, counts, mean, total)
@@ -113,24 +125,22 @@ class SummedByPeers(torch.autograd.Function):
 
 
 def _launch(
-    pair: Pair, counts: Tensor | None, share: float, of_call: OfCall, peers: Peers, gradient: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    pair: Pair, counts: Tensor | None, share: float, how: How
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(the divergences of whole rows, what is known of them, the gradient of this rank's columns)."""
-    options, shards = of_call
+    (options, shards), peers = how.of_call, how.peers
     peers.in_turn()
     facts = facts_of(shards)._replace(digest=None)  # each launch is given the numbers, which may change at every step
-    key = peers.number, *options.key, facts, gradient
-    how = options, facts, gradient, peers, shards.group
-    call = kept("divergence by peers", key, (*pair, counts), _prepare, pair, counts, *how)
+    key = peers.number, *options.key, facts, how.reduction, how.dtype, how.gradient
+    call = kept("divergence by peers", key, (*pair, counts), _prepare, pair, counts, how, facts)
     return call(peers, shards.group, pair, counts, (*options.numbers, share))
 
 
-def _prepare(
-    pair: Pair, counts: Tensor | None, options: Divergence, facts: Facts, gradient: bool, peers: Peers, group: Any
-) -> Launched:
+def _prepare(pair: Pair, counts: Tensor | None, how: How, facts: Facts) -> Launched:
     """call(peers, group, pair, counts, numbers) -> (value, known, dx)"""
     from fused_softmax.ops.losses.kernels.divergence_peers import _pair_peers
 
+    (options, shards), gradient, peers = how.of_call, how.gradient, how.peers
     (n_rows, n_cols), device, empty = pair.x.shape, pair.x.get_device(), allocator(pair.x.device)
     plan_for = partial(_plan, pair=pair, facts=facts)
     plan = plan_for(n_rows)
@@ -154,10 +164,11 @@ def _prepare(
     picked = picked_of(given)
     numbers = *NUMBERS, "share"
     values = dict(zip(numbers, (*options.numbers, 1.0), strict=True)) | ({} if gradient else {"dx_row_stride": 0})
-    beside = [each is not None for each in (pair.temperature, pair.target_temperature, counts)]
-    said = f"divergence {pair.x.dtype} {pair.y.dtype} {facts.sizes} {facts.n_classes} {options.key} {beside}"
+    of_rows = [each is not None for each in (pair.temperature, pair.target_temperature, counts)]
+    said = f"{pair.x.dtype} {pair.y.dtype} {how.dtype} {facts.sizes} {facts.n_classes} {options.key} {of_rows}"
     launched = prepare_launch(
-        _pair_peers, plan_for, n_rows, spec, dict(zip(names, given, strict=True)), values, numbers, peers, group, said,
+        _pair_peers, plan_for, n_rows, spec, dict(zip(names, given, strict=True)), values, numbers, peers, shards.group,
+        f"divergence {how.reduction} {said}",
         messages=spec.messages, besides=BESIDES + 16 * (options.kind == "jsd" and plan.itemsize == 4),
         turns=IN_TURN_TWICE if spec.twice else IN_TURN,
     )  # fmt: skip
