@@ -253,9 +253,10 @@ def once(itemsize: int) -> Callable[[], float]:
     return lambda: next(n for n in columns if plan_rows(1, n, itemsize, H200).strategy == "stream") / MI
 
 
-def peered() -> float:
-    """How many Mi columns of a shard go by peers."""
-    return next(n for n in range(4096, 8 * MI, 4096) if plan_peers(1, n + 1, n + 1, 2, 2, H200) is None) / MI
+def peered(inputs: int = 1) -> float:
+    """How many Mi columns of a shard go by peers; 2 inputs: of both shards of a divergence."""
+    columns = range(4096, 8 * MI, 4096)
+    return next(n for n in columns if plan_peers(1, n + 1, n + 1, 2, 2, H200, inputs=inputs) is None) / MI
 
 
 def failed(provider: str) -> Source:
@@ -480,7 +481,7 @@ SOURCES: dict[str, dict[str, list[Source]]] = {
         "The ranks tell each other 3 numbers": measured("ranks", "where they are kept (0.94)", "651): 0.97 of half"),
     },
     "shards.md": {
-        "With `peer`, one launch does": [computed("src/fused_softmax/ranks/plan.py", peered)],
+        "With `peer`, one launch does": [computed("src/fused_softmax/ranks/plan.py", peered, partial(peered, 2))],
         "loss of 8192 x 128256 | 2 H200s | 575": measured("ranks", "| bf16, 2 ranks | 494 | 575 (1.16) | 824 | 1015 |"),
         "fp32 loss of 8192 x 128256 | 2": measured("ranks", "| fp32, 2 ranks | 998 | 1060 (1.06) | 1505 | 1993 |"),
         "loss of 8192 x 128256 | 4 H200s": measured("ranks", "| bf16, 4 ranks | 249 | 305 (1.22) | 440 | 1009 |"),

@@ -15,7 +15,7 @@ MOST_PARAMETERS, MOST_CONSTEXPRS = 28, 3
 LARGER = {
     "_climb": 29, "_route": 30,
     "_delta": 32, "_peer_loss": 29, "_keys_gradient": 29, "_queries_gradient": 29, "_bias_gradient": 32, "_decode": 29,
-    "_short_gradient": 33, "_log_probs": 34,
+    "_short_gradient": 33, "_log_probs": 34, "_pair_peers": 31,
 }  # fmt: skip
 
 

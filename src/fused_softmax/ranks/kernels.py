@@ -1,9 +1,9 @@
 """How programs exchange the states of a row whose columns lie on several GPUs: in slots that every GPU may write.
 
-Each rank has slots in its own memory, ranks * (n_parts + 1) a row, and the ranks write into each other's: a part its
-state, and a rank its header, which holds the target's logit, where the rank has it, and a digest of what was asked. A
-message is written whole into every rank's slots, its own among them, and each program polls its own rank's. All ranks
-merge the same messages in the same order, and so get the same bits.
+Each rank has slots in its own memory, ranks * (n_parts + 1) a row for each message of a part, and the ranks write into
+each other's: a part its state, and a rank its header, which holds the target's logit, where the rank has it, and a
+digest of what was asked. A message is written whole into every rank's slots, its own among them, and each program polls
+its own rank's. All ranks merge the same messages in the same order, and so get the same bits.
 
 There are two sets of slots. A launch takes the set that the launch before it left alone, and flips its tag. A program
 tells both by its own slot, so that a captured graph replays. This is safe. Who is in launch k + 2 has seen messages of

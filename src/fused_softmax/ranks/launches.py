@@ -83,7 +83,7 @@ def prepare_launch(
 
         def call(peers, group, *arguments):
             region, given = peers.of_launch(group, slots_per_row, n), arguments[n_tensors:]
-            # Numbers are no part of a kept call. Their hash would not do: that of -1.0 is that of -2.0.
+            # Numbers are not in the key of a kept call, so the digest has their bytes: hash(-1.0) is hash(-2.0).
             launch(
                 region.slots, region.bases, region.asked, *arguments[:n_tensors], region.set_size,
                 crc32(pack(*given), digest) & _DIGEST, *given,

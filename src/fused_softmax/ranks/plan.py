@@ -13,7 +13,7 @@ from fused_softmax.core.plan.sizes import next_power_of_2
 from fused_softmax.core.plan.strategies import RowPlan, build, rows_of
 from fused_softmax.core.plan.tiles import Alignment
 
-# (columns of a part, parts of a row at most), the first that fits. On 2 H200s 8192 and 4 warps alone were timed.
+# (columns of a part, parts of a single row at most), the first that fits. Only 8192 and 4 warps were timed.
 PEER_PARTS = ((8192, 64), (16384, 64))
 PEER_WARPS = 4
 PAIR_MOST_PARTS = 128  # of a pair of rows
@@ -38,7 +38,7 @@ def plan_peers(
     """The plan of one rank of `ranks`, with n_cols of the most_cols that a rank has; None where there are too many.
 
     part_cols: as asked, the same on every rank. Its parts and their length depend on nothing that ranks differ in.
-    inputs: 2 for pairs of rows, whose parts do not depend on n_rows either.
+    inputs: 2 for pairs of rows. Their parts do not depend on n_rows.
 
     >>> plan_peers(8192, 64128, 64128, 2, 2, H200).parts
     8

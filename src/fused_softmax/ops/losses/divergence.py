@@ -1,9 +1,8 @@
 """Divergences of a student's distribution from a teacher's, row by row, with the student's gradient.
 
-Traffic: if a mean or sum has a gradient, both are read once and the gradient is written in the same pass, provided that
-rows are a whole number of vectors, not of float16, and the chip can hold them; over ranks, if they exchange by "peer".
-Otherwise both are read once (kl, reverse_kl) or twice (jsd, tvd), and once more in the backward pass, which writes the
-gradient.
+Traffic: a mean or sum with a gradient reads both once and writes the gradient in the same pass, if rows are a whole
+number of vectors, are not float16, and fit the chip. Over ranks, this needs "peer". Otherwise both are read once (kl,
+reverse_kl) or twice (jsd, tvd), and once more in the backward pass, which writes the gradient.
 """
 
 from collections.abc import Sequence
@@ -111,8 +110,8 @@ def divergence(
     n_classes, shard_sizes: as cross_entropy's.
     transport: with group: how ranks tell each other at most 6 numbers a row, in two exchanges for jsd and tvd; with
         columns, one for each column, and 2 more for "lump": "collective" or "peer", as log_prob has them. By "peer", a
-        mean or sum takes one launch, which writes the gradient too, if every rank's columns are a whole number of
-        vectors of 16 bytes and neither tensor is float16 or float64.
+        mean or sum without columns takes one launch and also writes the gradient, provided that every rank's columns
+        are a whole number of 16-byte vectors, at most 0.5 Mi, and neither tensor is float16 or float64.
 
     DTensors of both may lie in shards of classes or rows; the target goes where the input lies. Temperatures, weight
     and, with columns, these and the target may be plain tensors, the same on all ranks, where no rows lie in shards.

@@ -80,7 +80,7 @@ def _itemsize(pair: Pair) -> int:
 
 
 def vector_of(pair: Pair) -> int:
-    """The columns of which both rows have a whole number of vectors."""
+    """The number of columns in a vector of 16 bytes of the smaller dtype."""
     return 16 // _itemsize(pair)
 
 

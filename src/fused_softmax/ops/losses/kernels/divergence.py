@@ -223,7 +223,7 @@ def store_pair(m_ptr, ls_ptr, m_t_ptr, ls_t_ptr, value_ptr, total_ptr, row, S, K
 
 @triton.jit
 def faded_pairs(S, K: tl.constexpr):
-    """The PairSums of a row's parts, one part a lane, with the maxima of the row, counted from them: sums add up."""
+    """The PairSums of a row's parts, one part a lane, all counted from the row's maxima, so that sums can be added."""
     m, m_t = both_maxima(S.m, S.m_t, K)
     fade = weight_of(S.m, m, K.ptx)
     fade_t = tl.zeros_like(fade) + 1.0

@@ -244,8 +244,8 @@ def add_terms(s, s_t, c, x, y, at, on, r, E, P, K: tl.constexpr):
 def lane_sums(x, K: tl.constexpr):
     """The sum of each lane's columns of a piece. One sum a lane takes fewer registers than one a column.
 
-    Products are rounded before. Otherwise the compiler decides in each place anew which of them an addition takes in,
-    and `pair_alone` has to find the same bits.
+    Products are rounded first, or the compiler may fuse them with additions here and not in `pair_alone`, which has to
+    find the same bits.
     """
     WIDTH: tl.constexpr = K.vector
     return tl.sum(tl.reshape(x, [x.shape[0] // WIDTH, WIDTH]), axis=1)
@@ -381,7 +381,7 @@ def shares_of_sums(of_t, of_q, B, N, K: tl.constexpr):
     if K.divergence == "tvd":
         return 0.5 * of_t, 0.5 * of_q
     else:
-        # A tensor first: under the interpreter N.beta is a float, and a constexpr times a tensor is no tensor.
+        # The tensor comes first: under the interpreter the other factor is a constexpr, and constexpr * tensor fails.
         of_q = rounded_product(of_q, B.of_s * ((1.0 - N.beta) * -LN2))
         value = rounded_product(of_t, B.of_t * (N.beta * -LN2)) + of_q
         return value, tl.where(value == value, of_q, value)  # a gradient of NaN where the divergence is NaN

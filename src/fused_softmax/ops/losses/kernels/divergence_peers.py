@@ -1,7 +1,7 @@
 """The divergences of pairs of rows whose classes lie on several GPUs, and the gradient of their sum, in one pass.
 
-As `divergence_held`, but the programs of a row exchange over all ranks (ranks/kernels.py). Of the messages of a part,
-each has its own slots of the row.
+As `divergence_held`, but the programs of a row exchange over all ranks (ranks/kernels.py). Each message of a part has
+its own slots.
 Traffic of a shard: two reads and a write; between GPUs 24 bytes a part, for jsd and tvd 32, and as many a row.
 """
 
@@ -97,7 +97,7 @@ def _pair_peers(
 
 @triton.jit
 def tell_one(first, second, i: tl.constexpr, part, bases, G, K: tl.constexpr):
-    """Send message i of a part. Its second number is not negative. The first part sends the header too."""
+    """Send message i of a part. second must not be negative. The first part sends the header too."""
     at, none = G.at + i * G.n_slots, tl.zeros([], tl.float32)
     tell(first, second, none, part == 0, bases, at, part, G.n_parts, G.rank, G.ranks, G.digest, G.tag, K)
 
@@ -116,7 +116,7 @@ def tell_sums(S, part, bases, G, K: tl.constexpr):
 
 @triton.jit
 def collect_messages(i: tl.constexpr, THIRD: tl.constexpr, G, K: tl.constexpr):
-    """(messages i and i + 1 of all parts on all ranks, with THIRD i + 2 too, 0 or NaN as `doubt_of` has it)."""
+    """(messages i, i + 1 and, if THIRD, i + 2 of all parts on all ranks; the `doubt_of` them)."""
     slots_ptr = G.slots_ptr + (G.at + i * G.n_slots)
     a, b, c, left = collect_several(slots_ptr, G.n_slots, 0, G.n_slots, G.tag, THIRD, K)
     if left > 0:

@@ -370,7 +370,7 @@ class HeldPair(NamedTuple):
 class RowOfRanks(NamedTuple):
     """Where the ranks of a group exchange what they know of a row: see ranks/kernels.py.
 
-    at: the first slot of the row's in this launch's set. n_slots: of a message. digest, tag: of this launch.
+    at: the row's first slot in this launch's set. n_slots: the slots of one message. digest, tag: of this launch.
     """
 
     slots_ptr: Any

@@ -130,7 +130,7 @@ def _launch(
     """(the divergences of whole rows, what is known of them, the gradient of this rank's columns)."""
     (options, shards), peers = how.of_call, how.peers
     peers.in_turn()
-    facts = facts_of(shards)._replace(digest=None)  # each launch is given the numbers, which may change at every step
+    facts = facts_of(shards)._replace(digest=None)  # of the numbers too, which may change at every step
     key = peers.number, *options.key, facts, how.reduction, how.dtype, how.gradient
     call = kept("divergence by peers", key, (*pair, counts), _prepare, pair, counts, how, facts)
     return call(peers, shards.group, pair, counts, (*options.numbers, share))
