@@ -277,6 +277,14 @@ def pairs(rows, columns, dtype, target_is):
     return x.to(dtype), (y.exp() if target_is == "probs" else y).to(dtype)
 
 
+def of_every_pair(test):
+    """Parametrize a test by what a pair of rows may be, and by the transport."""
+    test = pytest.mark.parametrize("transport", TRANSPORTS)(test)
+    test = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)(test)
+    test = pytest.mark.parametrize("target_is", ["logits", "log_probs", "probs"])(test)
+    return pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.5}], ids=["plain", "options"])(test)
+
+
 def divergences(group, transport, dtype, target_is, options):
     """Of every kind and of columns, with the gradient of this GPU's logits; and float64's."""
     from test_divergence import KINDS, formula
@@ -301,10 +309,7 @@ def divergences(group, transport, dtype, target_is, options):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.5}], ids=["plain", "options"])
-@pytest.mark.parametrize("target_is", ["logits", "log_probs", "probs"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@of_every_pair
 def test_divergences(gpus, transport, dtype, target_is, options):
     for of_ranks in zip(*gpus(divergences, transport, dtype, target_is, options), strict=True):  # of each kind
         same_on_all([values for values, _, _ in of_ranks])
@@ -340,10 +345,7 @@ def sums_of_divergences(group, transport, dtype, target_is, options):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "scale": 0.5}], ids=["plain", "options"])
-@pytest.mark.parametrize("target_is", ["logits", "log_probs", "probs"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@of_every_pair
 def test_sums_of_divergences(gpus, transport, dtype, target_is, options):
     of_kinds = zip(*gpus(sums_of_divergences, transport, dtype, target_is, options), strict=True)
     for of_ranks in of_kinds:

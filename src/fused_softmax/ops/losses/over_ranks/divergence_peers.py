@@ -166,11 +166,11 @@ def _prepare(pair: Pair, counts: Tensor | None, how: How, facts: Facts) -> Launc
     values = dict(zip(numbers, (*options.numbers, 1.0), strict=True)) | ({} if gradient else {"dx_row_stride": 0})
     of_rows = [each is not None for each in (pair.temperature, pair.target_temperature, counts)]
     said = f"{pair.x.dtype} {pair.y.dtype} {how.dtype} {facts.sizes} {facts.n_classes} {options.key} {of_rows}"
+    besides = BESIDES + 16 if options.kind == "jsd" and plan.itemsize == 4 else BESIDES  # fp32 jsd spills by fewer
     launched = prepare_launch(
         _pair_peers, plan_for, n_rows, spec, dict(zip(names, given, strict=True)), values, numbers, peers, shards.group,
         f"divergence {how.reduction} {said}",
-        messages=spec.messages, besides=BESIDES + 16 * (options.kind == "jsd" and plan.itemsize == 4),
-        turns=IN_TURN_TWICE if spec.twice else IN_TURN,
+        messages=spec.messages, besides=besides, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
     )  # fmt: skip
 
     def build(n, run):
