@@ -333,6 +333,39 @@ KINDS |= {
     f"divergence, {name}{', gradient' if grad else ''}": of_divergence(name, grad)
     for name, grad in product(DIVERGENCES, (False, True))
 }
+PROBABILITIES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "mean of constants": {"constant": True},
+    "mean of bf16 and fp32": {"of": BF16, "n_cols": 72, "constant": True},
+    "sum, numbers": {
+        "reduction": "sum", "label_smoothing": lambda n, seed: 0.1 + 0.1 * seed, "constant": True, "n_cols": 72,
+        "scale": lambda n, seed: 0.5 + seed, "softcap": lambda n, seed: 5.0 + seed,
+    },
+    "none, weight": {"reduction": "none", "weight": lambda n, seed: LOSSES["weight"]["weight"](n, seed)},
+    "lse, z-loss": {"return_lse": True, "lse_square_scale": lambda n, seed: 1e-3 + 1e-4 * seed},
+    "row stride": {"lay": padded},
+}  # fmt: skip
+
+
+def of_probabilities(name, grad):
+    options = dict(PROBABILITIES[name])
+    dtype, n_cols, lay = options.pop("of", FP32), options.pop("n_cols", 70), options.pop("lay", None)
+    constant = options.pop("constant", False)
+    tensors = {
+        "x": lambda n, seed: rand(n, n_cols, seed=seed, dtype=dtype),
+        "target": lambda n, seed: rand(n, n_cols, seed=seed + 9).softmax(1),
+    }
+
+    def call(x, target, **options):
+        return fused_softmax.cross_entropy(x, target.detach() if constant else target, **options)
+
+    return Kind(call, tensors, options, grad, lay)
+
+
+KINDS |= {
+    f"cross_entropy of probabilities, {name}{', gradient' if grad else ''}": of_probabilities(name, grad)
+    for name, grad in product(PROBABILITIES, (False, True))
+}
 KINDS["log_prob, inplace"] = of_log_prob("plain", True, over_the_logits)
 KINDS["cross_entropy, inplace"] = of_loss("plain", "mean", True, inplace)
 KINDS["cross_entropy, given lse, inplace"] = of_loss("given lse", "mean", True, inplace)

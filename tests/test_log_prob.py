@@ -548,20 +548,22 @@ def test_saved_tensors(way, inplace, device):
 
 @pytest.mark.parametrize("how", ["laid out anew", "with torch's neg bit", "as they were"])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_saved_states_of_rows_that_a_hook_returns(how, entropy, device):
-    """Of a call whose gradient is kept: kernels read m, log s and the entropy of each row too."""
+@pytest.mark.parametrize("lists", [False, True])
+def test_saved_states_of_rows_that_a_hook_returns(how, entropy, lists, device):
+    """Of a call whose gradient is kept: kernels read m, log s and the entropy of each row too, and kept columns."""
     x, t = peaked(4, 37).to(device).requires_grad_(), torch.tensor([1, 36, 0, 5], device=device)
     g = torch.linspace(0.5, 2.0, 4, device=device)
+    ids, offsets = torch.arange(20, device=device) * 7 % 37, torch.arange(5, device=device) * 5
 
     def call():
-        out = log_prob(x, t, return_entropy=entropy)
+        out = log_prob(x, t, return_entropy=entropy, kept=(ids, offsets) if lists else None)
         return out[1] if entropy else out
 
     wanted = [torch.autograd.grad(call(), x, g)[0] for _ in range(2)]
     of_rows = []
 
     def returned(saved):
-        if saved.shape != (4,) or not saved.is_floating_point():
+        if saved.ndim != 1 or (saved.shape == t.shape and not saved.is_floating_point()):
             return saved
         of_rows.append(saved)
         if how == "laid out anew":
@@ -571,7 +573,7 @@ def test_saved_states_of_rows_that_a_hook_returns(how, entropy, device):
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, returned):
         y = call()
     found = torch.autograd.grad(y, x, g)[0]
-    assert len(of_rows) >= 2 + entropy
+    assert len(of_rows) >= 2 + entropy + 2 * lists
     assert all(torch.equal(each, found) for each in wanted)
 
 

@@ -22,9 +22,7 @@ from fused_softmax.core.route import Route, checks_values, needs_grad, on_device
 from fused_softmax.ops import autocast
 from fused_softmax.ops.losses import reference
 from fused_softmax.ops.losses.divergence_launches import Pair
-from fused_softmax.ops.losses.divergence_rows import differentiated as differentiated_pair
-from fused_softmax.ops.losses.divergence_rows import is_written_at_once, losses_of
-from fused_softmax.ops.losses.divergence_rows import summed as summed_pair
+from fused_softmax.ops.losses.divergence_rows import losses_of, prepare_reduced
 from fused_softmax.ops.losses.divergence_rows import with_lse as pair_with_lse
 from fused_softmax.ops.losses.given_lse import lse_of_rows
 from fused_softmax.ops.losses.launches import rows_for
@@ -217,12 +215,15 @@ def _cross_entropy(input, target, options, wanted, lse, key):
         check_targets(name, target, n_classes, loss.ignore_index)
     if route not in (Route.OPERATOR, Route.KERNEL):
         return _by_torch(input, target, loss, wanted, dtype, lse)
-    if probabilities:
-        return _of_probabilities(input, target, loss, wanted, dtype, traced=route is Route.OPERATOR)
+    if route is Route.OPERATOR and probabilities:
+        return _traced_of_probabilities(input, target, loss, wanted, dtype)
     if route is Route.OPERATOR:
         return _traced(input, target, loss, wanted, dtype, lse)
     numbers = tuple(options[name] for name in NUMBERS)
-    launched = _prepare_call(_kind_of(input, loss, wanted, dtype, lse), input, target, loss.weight, numbers, lse)
+    if probabilities:
+        launched = _prepare_of_probabilities(input, target, loss, wanted, dtype)
+    else:
+        launched = _prepare_call(_kind_of(input, loss, wanted, dtype, lse), input, target, loss.weight, numbers, lse)
     if key is not None:
         keep(launched, name, key, input, target, loss.weight, *(() if lse is None else (lse,)))
     return launched(input, target, loss.weight, *numbers, lse)
@@ -271,25 +272,47 @@ def _kind_of(input, loss, wanted, dtype, lse) -> Kind:
     return Kind(replace(loss, weight=None), wanted, dtype, inplace, at_once)
 
 
-def _of_probabilities(
-    input: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype, traced: bool = False
-) -> Tensor | CrossEntropyOutput:
-    """The loss of targets that are probabilities, with the gradients of both."""
+def _prepare_of_probabilities(
+    input: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype
+) -> Launched:  # fmt: skip
+    """The call for targets that are probabilities: call(input, target, weight, and the loss's numbers, lse)."""
+    given, beside = replace(loss, weight=None), wanted.beside or bool(loss.lse_square_scale)
+    alike, flat = Divergence.of_loss(given), input.ndim == 2
     pair = Pair(rows_of(input), rows_of(target), weight_for_kernels(loss.weight, input))
-    asked, beside = Divergence.of_loss(loss), wanted.beside or bool(loss.lse_square_scale)
-    if not traced and not beside and loss.reduction != "none" and is_written_at_once(pair):
-        return summed_pair(pair, asked, None, loss.reduction).to(dtype)
-    lse: Tensor | None = None
-    if traced:  # one operator, which cannot write gradients beside the loss
-        of_classes = pair.weight, asked.label_smoothing
-        rows, m, ls, *_ = torch.ops.fused_softmax.divergence.default(pair.x, pair.y, *asked.traced(), *of_classes)
-        lse = m + ls if beside else None
-    elif beside:
-        rows, lse = pair_with_lse(pair, asked)
-    else:
-        rows = differentiated_pair(pair, asked)
-    shape = input.shape[:1] + input.shape[2:] if input.ndim > 1 else ()
-    return output_of(*losses_of(rows, lse, loss, dtype), (), wanted, loss.reduction, shape)
+    prepared = None if beside else prepare_reduced(pair, alike, None, loss.reduction)
+
+    def build(_, run):
+        def call(
+            input, target, weight, label_smoothing=0.0, softcap=None, scale=None, lse_square_scale=0.0, given_lse=None
+        ):
+            loss = loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
+            asked = alike if loss is given else Divergence.of_loss(loss)
+            pair, shape = Pair(rows_of(input), rows_of(target), loss.weight), _shape_of_rows(input)
+            if run is not None:
+                found = run(pair, asked, None)
+                return shaped(found, shape if loss.reduction == "none" else found.shape, dtype)
+            return output_of(*losses_of(*pair_with_lse(pair, asked), loss, dtype), (), wanted, loss.reduction, shape)
+
+        return call
+
+    return compose(build, prepared, n=input.shape[0] if flat else None)
+
+
+def _traced_of_probabilities(
+    input: Tensor, target: Tensor, loss: Loss, wanted: Wanted, dtype: torch.dtype
+) -> Tensor | CrossEntropyOutput:
+    """One registered operator, which cannot write gradients beside the loss."""
+    asked, weight = Divergence.of_loss(loss), weight_for_kernels(loss.weight, input)
+    rows, m, ls, *_ = torch.ops.fused_softmax.divergence.default(
+        rows_of(input), rows_of(target), *asked.traced(), weight, asked.label_smoothing
+    )
+    lse = m + ls if wanted.beside or loss.lse_square_scale else None
+    return output_of(*losses_of(rows, lse, loss, dtype), (), wanted, loss.reduction, _shape_of_rows(input))
+
+
+def _shape_of_rows(input: Tensor) -> tuple[int, ...]:
+    """The shape of the losses of logits [n_classes] or [n, n_classes, ...]."""
+    return (*input.shape[:1], *input.shape[2:]) if input.ndim > 1 else ()
 
 
 def dtype_of_loss(name: str, input: Tensor, target: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -360,7 +383,7 @@ def _of_shards(input, target, options, wanted, lse, over):
 
 def _of_own_probabilities(input, target, loss: Loss, wanted: Wanted, asked: dict, sizes: tuple[int, ...], over: Over):
     """A loss of probabilities, of which each rank has its own columns, as it has of the logits."""
-    name, shape = "cross_entropy", input.shape[:1] + input.shape[2:] if input.ndim > 1 else ()
+    name, shape = "cross_entropy", _shape_of_rows(input)
     asked = asked | {"target_dtype": target.dtype}
     shards = shards_of(name, sizes, math.prod(shape), over, input.device, asked)
     shards = told_by(peers_of(name, over.transport, over.group, input, target), name, shards)

@@ -18,20 +18,17 @@ from fused_softmax.core.calls import find, keep
 from fused_softmax.core.checks import arithmetic_of
 from fused_softmax.core.described import described, shape_of
 from fused_softmax.core.launched import Launched, compose
-from fused_softmax.core.route import Route, checks_values, needs_grad, resolved, route_of
+from fused_softmax.core.route import Route, checks_values, resolved, route_of
 from fused_softmax.ops.losses.divergence_launches import Pair
 from fused_softmax.ops.losses.divergence_rows import (
     differentiated,
-    is_written_at_once,
     of_rows,
     pair_of,
-    prepare_rows,
+    prepare_reduced,
+    reduced,
     referred,
     refused,
-    summed,
-    with_gradient,
     with_rows,
-    without_gradient,
 )
 from fused_softmax.ops.losses.log_prob import kind_of_numbers
 from fused_softmax.ops.losses.log_prob import log_prob as log_probs
@@ -187,23 +184,15 @@ def _prepare_call(
     those of the options.
     """
     flat, alike = input.ndim == 2, options.with_numbers()
-    given = pair_of(*_as_rows(input, target), options)
-    at_once = reduction != "none" and is_written_at_once(given)
-    prepared = None if at_once else prepare_rows(given, alike)
-    function = with_gradient if needs_grad(input) else without_gradient
-    way = reduction if weight is None else "none"
+    prepared = prepare_reduced(pair_of(*_as_rows(input, target), options), alike, weight, reduction)
 
     def build(_, run):
         def call(input, target, weight, temperature, target_temperature, given):
             x, y = (input, target) if flat else _as_rows(input, target)
             pair = Pair(x, y, None, of_rows(temperature), of_rows(target_temperature))
-            now = alike if given is None else _by_value(*given)
-            if at_once:
-                found = summed(pair, now, weight, reduction)
-                return found if found.dtype == dtype else found.to(dtype)
-            found = function(pair, now, way, run)
-            if way == "none":
-                found = reduced(found if flat else found.view(input.shape[:-1]), weight, reduction)
+            found = run(pair, alike if given is None else _by_value(*given), weight)
+            if reduction == "none" and not flat:
+                found = found.view(input.shape[:-1])
             return found if found.dtype == dtype else found.to(dtype)
 
         return call
@@ -287,15 +276,6 @@ def _kind_of_numbers(
 def _of_rows(temperature: Any) -> Tensor | None:
     """A temperature that is a tensor."""
     return temperature if isinstance(temperature, Tensor) else None
-
-
-def reduced(rows: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
-    """Rows' divergences, reduced with their weights; a row of weight 0 adds 0."""
-    if weight is None:
-        return rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
-    w = weight.detach().to(rows.dtype)
-    rows = torch.where(w == 0, 0.0, rows) * w
-    return rows if reduction == "none" else rows.sum() / w.sum() if reduction == "mean" else rows.sum()
 
 
 def _check_student(input: Any, over: Over | None = None) -> tuple[int, ...]:

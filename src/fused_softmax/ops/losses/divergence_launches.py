@@ -185,20 +185,13 @@ def at_once(
 
     Only for rows that have a `plan_held`. dvalue: float32, contiguous; None for ones. share: a factor of all rows.
     """
-    x, y = pair.x, pair.y
-    value = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if of_target else None
-    given = (*pair, dx, dy, dvalue)
-    call = kept("divergences_at_once", asked.key, given, _prepare_held, pair, dvalue, value, dx, dy, asked)
-    call(pair, dvalue, value, dx, dy, (*asked.numbers, share))
-    return value, dx, dy
+    key, tensors = (*asked.key, of_target), (*pair, dvalue)
+    call = kept("divergences_at_once", key, tensors, prepare_at_once, pair, dvalue, asked, of_target)
+    return call(pair, dvalue, (*asked.numbers, share))
 
 
-def _prepare_held(
-    pair: Pair, dvalue: Tensor | None, value: Tensor, dx: Tensor, dy: Tensor | None, asked: Divergence
-) -> Launched:  # fmt: skip
-    """What writes divergences and gradients: call(pair, dvalue, value, dx, dy, numbers)."""
+def prepare_at_once(pair: Pair, dvalue: Tensor | None, asked: Divergence, of_target: bool) -> Launched:
+    """What writes divergences and gradients: call(pair, dvalue, numbers and share) -> as `at_once`."""
     from fused_softmax.ops.losses.kernels.divergence_held import _pair_held
 
     device, plan = pair.x.get_device(), plan_held(pair)
@@ -209,11 +202,17 @@ def _prepare_held(
     if plan.strategy == "split":
         plan = replace(plan, copies=plan.copies * spec.messages)  # of slots
     names = (*Pair._fields, "dx", "dy", "dvalue", "value")
+    empty, n_cols = allocator(pair.x.device), pair.x.shape[1]
+    dtype, dtype_of_target = pair.x.dtype, pair.y.dtype if of_target else None
+
+    def written(n):
+        dy = None if dtype_of_target is None else empty((n, n_cols), (n_cols, 1), dtype_of_target)
+        return empty((n,), (1,), torch.float32), empty((n, n_cols), (n_cols, 1), dtype), dy
 
     def arranged(pair, dvalue, value, dx, dy):
         return *pair, dx, dy, dvalue, value
 
-    given = arranged(pair, dvalue, value, dx, dy)
+    given = arranged(pair, dvalue, *written(plan.n_rows))
     tensors = dict(zip(names, given, strict=True))
     numbers = *NUMBERS, "share"
     values = dict(zip(numbers, (*asked.numbers, 1.0), strict=True))
@@ -222,16 +221,18 @@ def _prepare_held(
         besides=BESIDES, turns=IN_TURN_TWICE if spec.twice else IN_TURN,
     )  # fmt: skip
     order = [names.index(name[:-4]) for name in _pair_held.arg_names if name.endswith("_ptr") and name != "slots_ptr"]
-    picked = picked_of([given[i] for i in order])
+    places = itemgetter(*[i for i in order if given[i] is not None])
 
-    def build(_, launch):
-        def call(pair, dvalue, value, dx, dy, numbers):
-            tensors = arranged(pair, dvalue, value, dx, dy)
-            launch(*picked([tensors[i] for i in order]), *numbers)
+    def build(n, launch):
+        def call(pair, dvalue, numbers):
+            found = written(n)
+            launch(*places(arranged(pair, dvalue, *found)), *numbers)
+            return found
 
         return call
 
-    return compose(build, launched, n=plan.n_rows, by_row=True)
+    like = partial(written, plan.n_rows)
+    return compose(build, launched, n=plan.n_rows, like=like, by_row=True)
 
 
 def backward(

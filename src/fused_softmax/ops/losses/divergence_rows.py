@@ -1,14 +1,14 @@
 """The divergences of rows of a student and of a teacher, the cross-entropy of probabilities, and their gradients."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_softmax.core.calls import find
 from fused_softmax.core.checks import DTYPES, arithmetic_of
-from fused_softmax.core.launched import Call, Launched
+from fused_softmax.core.launched import Call, Launched, compose
 from fused_softmax.core.no_gradient import saved_of, unpacked
 from fused_softmax.core.route import apart, batched, needs_grad, resolved
 from fused_softmax.ops.losses import reference
@@ -22,10 +22,11 @@ from fused_softmax.ops.losses.divergence_launches import (
     forward,
     in_vectors,
     plan_held,
+    prepare_at_once,
     prepare_forward,
 )
 from fused_softmax.ops.losses.options import Divergence, Loss
-from fused_softmax.ops.losses.sums import multiply, of_counted
+from fused_softmax.ops.losses.sums import multiply, of_counted, prepare_multiply
 
 
 def refused(input: Tensor, target: Tensor, options: Divergence) -> str:
@@ -46,7 +47,7 @@ def differentiated(pair: Pair, options: Divergence) -> Tensor:
 def with_gradient(pair: Pair, options: Divergence, reduction: str, run: Call | None) -> Tensor:
     """The divergences of rows, or their mean or sum, with a gradient.
 
-    run: what `prepare_rows` made for tensors like these.
+    run: what was prepared for tensors like these.
     """
     return _apply(*pair, (options, reduction, run))
 
@@ -56,11 +57,65 @@ def without_gradient(pair: Pair, options: Divergence, reduction: str, run: Call 
     return _reduced(_rows_of(pair, options, run).value, reduction)
 
 
-def prepare_rows(pair: Pair, options: Divergence) -> Launched | None:
-    """What runs the kernels on rows like these; None where they read copies."""
-    of_call = _in_vectors(pair._replace(x=pair.x.detach(), y=pair.y.detach()))
-    in_place = all(a.data_ptr() == b.data_ptr() for a, b in zip(of_call[:2], pair[:2], strict=True))
-    return prepare_forward(of_call, options, needs_grad(pair.x, pair.y)) if in_place else None
+class AtOnce(NamedTuple):
+    """What `summed` runs: the divergences and gradients of rows, and a student's gradient times a number."""
+
+    rows: Call
+    multiply: Call
+
+
+def prepare_reduced(pair: Pair, options: Divergence, weight: Tensor | None, reduction: str) -> Launched:
+    """The divergences of rows like these, or their sum or mean: call(pair, options, weight) -> Tensor, float32.
+
+    weight: of rows.
+    """
+    at_once = reduction != "none" and is_written_at_once(pair)
+    parts = _prepare_summed(pair, options, weight) if at_once else _prepare_rows(pair, options)
+    function = with_gradient if needs_grad(pair.x, pair.y) else without_gradient
+    way = reduction if weight is None else "none"
+
+    def build(_, *parts):
+        run: Any = None if not parts else AtOnce(*parts) if at_once else parts[0]
+
+        def call(pair, options, weight):
+            if at_once:
+                return summed(pair, options, weight, reduction, run)
+            found = function(pair, options, way, run)
+            return found if weight is None else reduced(found, weight.reshape(-1), reduction)
+
+        return call
+
+    return compose(build, *parts, n=len(pair.x), by_row=True)
+
+
+def _prepare_rows(pair: Pair, options: Divergence) -> tuple[Launched, ...]:
+    """What runs the kernels on rows like these; nothing where they read copies."""
+    of_call = _detached(pair)
+    return (prepare_forward(of_call, options, needs_grad(pair.x, pair.y)),) if _in_place(of_call, pair) else ()
+
+
+def _prepare_summed(pair: Pair, options: Divergence, weight: Tensor | None) -> tuple[Launched, ...]:
+    """An AtOnce for rows like these; nothing where kernels read copies."""
+    of_call = _detached(pair)
+    if not _in_place(of_call, pair):
+        return ()
+    rows = prepare_at_once(of_call, counts_of(pair, weight, "sum")[0], options, needs_grad(pair.y))
+    assert rows.like is not None
+    return rows, prepare_multiply(rows.like()[1], torch.empty((), device=pair.x.device))
+
+
+def _in_place(of_call: Pair, pair: Pair) -> bool:
+    """Whether kernels read the rows themselves, and no copies."""
+    return all(a.data_ptr() == b.data_ptr() for a, b in zip(of_call[:2], pair[:2], strict=True))
+
+
+def reduced(rows: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+    """Rows' divergences, reduced with their weights; a row of weight 0 adds 0."""
+    if weight is None:
+        return _reduced(rows, reduction)
+    w = weight.detach().to(rows.dtype)
+    rows = torch.where(w == 0, 0.0, rows) * w
+    return rows if reduction == "none" else rows.sum() / w.sum() if reduction == "mean" else rows.sum()
 
 
 def _rows_of(pair: Pair, options: Divergence, prepared: Call | None) -> PairRows:
@@ -81,13 +136,15 @@ def is_written_at_once(pair: Pair) -> bool:
     return plan_held(pair) is not None
 
 
-def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: str) -> Tensor:
+def summed(
+    pair: Pair, options: Divergence, weight: Tensor | None, reduction: str, run: AtOnce | None = None
+) -> Tensor:  # fmt: skip
     """The sum or mean of rows' divergences, float32, whose gradients are written in the same pass.
 
-    weight: of rows. A row of weight 0 adds 0, whatever it holds.
+    weight: of rows. A row of weight 0 adds 0, whatever it holds. run: what was prepared for tensors like these.
     """
     counts, share = counts_of(pair, weight, reduction)
-    return _apply_summed(*pair, counts, (options, reduction == "mean", share))
+    return _apply_summed(*pair, counts, (options, reduction == "mean", share, run))
 
 
 def counts_of(pair: Pair, weight: Tensor | None, reduction: str) -> tuple[Tensor | None, float]:
@@ -293,18 +350,26 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, weight, temperature, target_temperature, counts, how):
-        options, mean, share = how
+        options, mean, share, run = how
         pair, total = Pair(x, y, weight, temperature, target_temperature), None
         if mean and counts is not None:
             counts, total = of_mean(counts)
-        value, *ctx.gradients = at_once(_detached(pair), counts, share, options, ctx.needs_input_grad[1])
-        ctx.how = options, share
-        ctx.save_for_backward(*pair, counts)
+        if run is None:
+            value, *ctx.gradients = at_once(_detached(pair), counts, share, options, ctx.needs_input_grad[1])
+        else:
+            value, *ctx.gradients = run.rows(pair, counts, (*options.numbers, share))
+        of_x_alone = run is not None and counts is None and not ctx.needs_input_grad[1]
+        ctx.how, ctx.multiply = (options, share), run.multiply if of_x_alone else None
+        ctx.save_for_backward(x, y, weight, temperature, target_temperature, counts)
         return sum_of(value, counts, mean, total)
 
     @staticmethod
     def backward(ctx, dresult):
         (dresult,) = resolved(dresult)
+        if ctx.multiply is not None and ctx.gradients and not torch.is_grad_enabled() and not batched(dresult):
+            (dx, _), ctx.gradients = ctx.gradients, None
+            ctx.multiply(dx, dresult)
+            return dx, None, None, None, None, None, None
         x, y, *others = saved_of(ctx, "divergence")
         # Hooks of saved tensors may return other strides.
         *others, counts = (each if each is None else each.contiguous() for each in others)

@@ -516,7 +516,7 @@ class _LogProb(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         given, found = _run(x, target, temperature, columns, how)
         _, ctx.options, _, ctx.inplace, alone = how
-        quick = not ctx.inplace and columns is EVERY and given.numbers is None
+        quick = not ctx.inplace and columns.bits is None and given.numbers is None
         ctx.quick = gradient_key(ctx.options, given.kind) if quick else None
         ctx.save_for_backward(x, given.target, given.temperature, found.m, found.ls, found.entropy, *columns[:3])
         if alone:
@@ -561,10 +561,11 @@ def _found_gradient(
     """The gradient by a kept call, with little Python, which takes long in autograd's thread; None if none is kept."""
     if torch.is_grad_enabled():
         return None
-    x, target, temperature, m, ls, entropy, *_ = saved
+    x, target, temperature, m, ls, entropy, ids, offsets, _ = saved
     if dentropy is None:
         entropy = None
-    for each in (m, ls):  # no guard looks at what hooks of saved tensors return
+    # No guard looks at what hooks of saved tensors return.
+    for each in (m, ls) if ids is None else (m, ls, ids, offsets):
         if each.is_neg() or not each.is_contiguous():
             return None
     dtype = m.dtype
@@ -578,7 +579,7 @@ def _found_gradient(
     call = find(*ctx.quick, x, dx, target, temperature, entropy, dlog_prob, dentropy, dlse, None)
     if call is None:
         return None
-    given = GivenLogits(x, target, temperature, None)
+    given = GivenLogits(x, target, temperature, None, EVERY if ids is None else Kept(ids, offsets))
     return call(given, dx, (m, ls, entropy, dlog_prob, dentropy, dlse), ctx.options.numbers[1])
 
 

@@ -95,9 +95,14 @@ class GivenLogits(NamedTuple):
 
     @property
     def of_launch(self) -> dict[str, int]:
-        """The arguments of a list and of a shard that each launch gets anew."""
+        """`numbers_of_launch` by their names in kernels."""
         of_list = zip(_LIST_NUMBERS, self.kept.numbers, strict=False)
         return dict((*of_list, *zip(_SHARD_NUMBERS, self.shard or (), strict=False)))
+
+    @property
+    def numbers_of_launch(self) -> tuple[int, ...]:
+        """The numbers of a list and of a shard that each launch gets anew."""
+        return *self.kept.numbers, *(self.shard or ())
 
     @property
     def n_targets(self) -> int:
@@ -168,17 +173,15 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
         of_parts = empty((7 if moments else 4, n, plan.parts), (n * plan.parts, plan.parts, 1), arithmetic)
         return of_parts, empty((n, plan.parts), (plan.parts, 1), torch.int32) if asked.is_top1 else None
 
-    def rows_of(n):
-        def of_row(wanted):
-            return empty((n,), (1,), arithmetic) if wanted else None
+    of_row = *[asked.states] * 2, asked.entropy, asked.lse, asked.log_sum_sq_probs, asked.mean_logits and not in_two
 
+    def rows_of(n):
         of_targets = (n, *several), (*several, 1)
-        return LogProbRows(
-            of_row(asked.states), of_row(asked.states), empty(*of_targets, arithmetic), of_row(asked.entropy),
-            of_row(asked.lse), of_row(asked.log_sum_sq_probs),
-            empty((2, n), (n, 1), arithmetic) if in_two else of_row(asked.mean_logits),
-            empty(*of_targets, torch.bool) if asked.is_top1 else None,
-        )  # fmt: skip
+        log_prob = empty(*of_targets, arithmetic)
+        m, ls, entropy, lse, log_sq, mean = [empty((n,), (1,), arithmetic) if wanted else None for wanted in of_row]
+        mean = empty((2, n), (n, 1), arithmetic) if in_two else mean
+        top = empty(*of_targets, torch.bool) if asked.is_top1 else None
+        return LogProbRows(m, ls, log_prob, entropy, lse, log_sq, mean, top)
 
     names = (*_GIVEN, "states", "found", "m", "ls", "log_prob", "entropy", "lse", "log_sq", "mean", "top")
     arranged = (*given.tensors, *states_of(n_rows), *rows_of(n_rows))
@@ -205,7 +208,7 @@ def prepare_log_probs(given: GivenLogits, options: LogProb, asked: Asked, plan: 
             rows = rows_of(n)
             arguments = picked((*given.tensors, *states_of(n), *rows))
             if more:
-                numbers = *numbers, *given.of_launch.values()
+                numbers = *numbers, *given.numbers_of_launch
             for each in launches:
                 each(*arguments, *numbers)
             return rows
@@ -292,7 +295,7 @@ def _prepare_gradient(given: GivenLogits, dx: Tensor, beside: tuple, options: Lo
     def build(_, launch):
         def call(given, dx, beside, numbers):
             if more:
-                numbers = *numbers, *given.of_launch.values()
+                numbers = *numbers, *given.numbers_of_launch
             launch(*picked(arranged(given, dx, beside)), *numbers)
             return dx
 
@@ -326,7 +329,7 @@ def _prepare_listed(given: GivenLogits, dx: Tensor, beside: tuple, options: LogP
 
     def waiting(given):
         """(buffer for the gradients of listed columns; NaN if offsets fall, and then each row's fill)."""
-        n, n_kept = len(given.x), given.kept.ids.shape[0]
+        n, n_kept = given.x.shape[0], given.kept.ids.shape[0]
         return empty((n_kept,), (1,), given.x.dtype), torch.zeros(1 + n, dtype=torch.float32, device=given.x.device)
 
     def arranged(given, beside, gradients, fill):
@@ -348,7 +351,7 @@ def _prepare_listed(given: GivenLogits, dx: Tensor, beside: tuple, options: LogP
     def build(_, first, then):
         def call(given, dx, beside, numbers):
             gradients, fill = waiting(given)
-            more = given.of_launch.values()
+            more = given.numbers_of_launch
             first(*picked(arranged(given, beside, gradients, fill)), *numbers, *more)
             then(dx, gradients, fill, given.kept.ids, given.kept.offsets, *more)
             return dx
