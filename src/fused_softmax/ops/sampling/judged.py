@@ -66,28 +66,34 @@ class Judging:
         index, device = logits.get_device(), logits.device
         self.n_draws = self.n_rows if options.row_indices is None else options.row_indices.shape[0]
         self.plan = plan_draws(self.n_draws, n_cols, logits.element_size(), device_of(index))
-        spec = _spec_of(self.plan, options, index, logits.dtype, of_probs)
-        bounded = options.min_p is not None
-        self.spec = replace(spec, linear=linear, masks=masks, sums=spec.wide and not (masks or bounded))
+        self.spec = replace(_spec_of(self.plan, options, index, logits.dtype, of_probs, masks), linear=linear)
         self._empty = allocator(device)
         read = readable(logits, options.logit_bias, options.bitmask, options.row_indices)
         written, numbers = self._written(), _numbers(options)
         arguments = Arguments(read, written, numbers, self.n_rows, n_cols, self.plan)
         self.strides = arguments.strides
-        preparing = _launches(self.plan, self.spec, arguments, index, bounded) if self.n_draws else []
+        preparing = _launches(self.plan, self.spec, arguments, index, _is_bounded(options)) if self.n_draws else []
         self._launches = launch.together(*preparing)
 
     def __call__(self, logits: Tensor, options: Sampling) -> Rows:
+        rows, run = self.of_call(logits, options)
+        run()
+        return rows
+
+    def of_call(self, logits: Tensor, options: Sampling) -> tuple[Rows, Callable[[], None]]:
+        """(rows that are not judged yet, what launches their judgement)."""
         read, written = readable(logits, options.logit_bias, options.bitmask, options.row_indices), self._written()
-        values = of_a_call(read, written, _numbers(options))
-        for launched, wanted in self._launches:
-            launched(*wanted(values))
-        return _rows_of(read, written, options)
+
+        def run() -> None:
+            values = of_a_call(read, written, _numbers(options))
+            for launched, wanted in self._launches:
+                launched(*wanted(values))
+
+        return _rows_of(read, written, options), run
 
     def like(self, logits: Tensor, options: Sampling) -> Rows:
         """Rows like those of a call, for launches that are prepared for them."""
-        read = readable(logits, options.logit_bias, options.bitmask, options.row_indices)
-        return _rows_of(read, self._written(), options)
+        return self.of_call(logits, options)[0]
 
     def _written(self) -> Written:
         record = self._empty((self.n_draws * self.spec.scratch,), (1,), torch.int64)
@@ -107,7 +113,13 @@ def _numbers(options: Sampling) -> Numbers:
     return Numbers(options.temperature, options.top_k, options.top_p, options.min_p, 0, 0)
 
 
-def _spec_of(plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, of_probs: bool) -> SampleSpec:
+def _is_bounded(options: Sampling) -> bool:
+    return options.min_p is not None
+
+
+def _spec_of(
+    plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, of_probs: bool, masks: bool
+) -> SampleSpec:  # fmt: skip
     """The spec for rows that are judged alone, as for the boundary of a draw."""
     spec = spec_of(plan, options, index, True, dtype)
     greedy = isinstance(options.temperature, Tensor) or options.temperature == 0
@@ -116,9 +128,10 @@ def _spec_of(plan: DrawPlan, options: Sampling, index: int, dtype: torch.dtype, 
     ranked = filtered or greedy
     capacity = 2 * plan.capacity if wide else plan.capacity
     return replace(
-        spec, first=False, by_row=False, counted=options.top_p is None and options.min_p is None, ranked=ranked,
-        wide=wide, capacity=capacity, candidates=2 * capacity if ranked else 1, listed=plan.listed if wide else 0,
-        of_probs=of_probs, grain_bits=0 if of_probs else spec.grain_bits,
+        spec, judges=True, first=False, by_row=False, counted=options.top_p is None and options.min_p is None,
+        ranked=ranked, wide=wide, capacity=capacity, candidates=2 * capacity if ranked else 1,
+        listed=plan.listed if wide else 0, of_probs=of_probs, grain_bits=0 if of_probs else spec.grain_bits,
+        masks=masks, sums=wide and not (masks or _is_bounded(options)),
     )  # fmt: skip
 
 
@@ -176,17 +189,17 @@ def prepare_filter(rows: Tensor, filter: str, number: Number, linear: bool) -> C
 def _turns(logits: Tensor, options: Sampling) -> list[slice]:
     """The rows that are judged at a time, with scratch of some 16 MiB. The last turn has no more than the others."""
     n_rows = logits.shape[0]
-    bytes_of_row = bytes_of_a_row(n_rows, logits, options)
+    bytes_of_row = bytes_of_a_row(n_rows, logits, options, masks=True)
     most = max(1, _MOST_BYTES // bytes_of_row // _ALIGNED) * _ALIGNED
     at_once = -(-n_rows // -(-n_rows // most) // _ALIGNED) * _ALIGNED if n_rows else 1
     return [slice(begin, min(begin + at_once, n_rows)) for begin in range(0, n_rows, at_once)]
 
 
-def bytes_of_a_row(n_rows: int, logits: Tensor, options: Sampling) -> int:
-    """How many bytes of scratch one of n_rows rows takes. logits: [..., n_cols]."""
+def bytes_of_a_row(n_rows: int, logits: Tensor, options: Sampling, masks: bool = False) -> int:
+    """How many bytes of scratch one of n_rows rows takes. logits: [..., n_cols]. masks: as Judging's."""
     index, dtype = logits.get_device(), logits.dtype
     plan = plan_draws(n_rows, logits.shape[-1], logits.element_size(), device_of(index))
-    return 8 * _spec_of(plan, options, index, dtype, False).scratch
+    return 8 * _spec_of(plan, options, index, dtype, False, masks).scratch
 
 
 def _filtering(filter: str, number: Number) -> Sampling:

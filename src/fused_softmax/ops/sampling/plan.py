@@ -30,7 +30,7 @@ class DrawPlan:
 
     parts: programs of a row.
     capacity: lanes of 32 columns that a program of kept_warps holds where filters are judged.
-    all_stretches: a power of two, at least the stretches of a row.
+    all_stretches: a power of two, at least the stretches of a row. room: the stretches for which a row has notes.
     above_stretches: if a row's maximum says what is kept, each program of above_warps looks through so many.
     propose_warps: of the program that finds a row's first arrivals. decide_parts programs of decide_warps judge them,
         with decide_stretches each. One program of redraw_warps draws again if all are rejected.
@@ -45,6 +45,7 @@ class DrawPlan:
     parts: int
     num_warps: int
     all_stretches: int
+    room: int
     capacity: int
     kept_warps: int
     above_stretches: int
@@ -79,11 +80,20 @@ def plan_draws(n_draws: int, n_cols: int, itemsize: int, device: Device) -> Draw
     decide_stretches = _stretches_of_part(n_draws, n_stretches, at_once, DECIDE_PROGRAMS * device.sm_count)
     return DrawPlan(
         n_draws, n_cols, stretches, part_stretches, -(-n_stretches // part_stretches), stretches,
-        next_power_of_2(n_stretches), DRAW_CAPACITY, KEPT_WARPS, above, ABOVE_WARPS, propose_warps, at_once,
-        -(-n_stretches // decide_stretches), decide_stretches, min(REDRAW_WARPS, next_power_of_2(n_stretches)),
-        DRAW_BOUND_WARPS, DRAW_LISTED,
+        next_power_of_2(n_stretches), _room(n_stretches), DRAW_CAPACITY, KEPT_WARPS, above, ABOVE_WARPS,
+        propose_warps, at_once, -(-n_stretches // decide_stretches), decide_stretches,
+        min(REDRAW_WARPS, next_power_of_2(n_stretches)), DRAW_BOUND_WARPS, DRAW_LISTED,
         -(-n_stretches // wide_stretches), wide_stretches,
     )  # fmt: skip
+
+
+def _room(n_stretches: int) -> int:
+    """At least n_stretches, and few numbers in all, because each is another kernel: a power of two has four below it.
+
+    It is a multiple of 4, so that all parts of a row's notes begin on 16 bytes.
+    """
+    step = max(4, next_power_of_2(n_stretches) // 8)
+    return -(-max(1, n_stretches) // step) * step
 
 
 def _stretches_of_part(n_draws: int, n_stretches: int, stretches: int, programs: int) -> int:

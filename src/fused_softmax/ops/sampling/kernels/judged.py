@@ -134,18 +134,14 @@ def bounds_of_odd(D, F, valid, K: tl.constexpr):
 def judged(scratch_ptr, draw, D, F, K: tl.constexpr):
     """(the code of the last kept logit, the mass of all that is kept, whether they are known)."""
     top = lane_maxima(scratch_ptr, draw, D, K)
-    least, mass = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-    enough, near, known = F.k < 0, F.k < 0, tl.zeros([], tl.int32)
+    least, mass, enough = tl.zeros([], tl.int64), tl.zeros([], tl.int64), F.k < 0
     if not is_far(top, D, F, K):
-        least, mass, enough, near, known = judged_among(top, None, scratch_ptr, draw, D, F, K)
+        least, mass, enough = judged_among(top, scratch_ptr, draw, D, F, K)
     if not enough:
-        tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
         if K.wide:
-            if near:
-                least, mass, enough = judged_among_more(known, scratch_ptr, draw, D, F, K)
-            if not enough:
-                open_row(scratch_ptr + draw * K.scratch, D, F, K)
+            open_row(scratch_ptr + draw * K.scratch, D, F, K)
         else:
+            tl.debug_barrier()  # the callee writes shared memory, and Triton puts no barrier before a call
             least = least_in_row(D, F, K)
             tl.debug_barrier()
             _, mass = amount_in_row(D, F.m, bounds_of_code(least), K)
@@ -153,29 +149,16 @@ def judged(scratch_ptr, draw, D, F, K: tl.constexpr):
     return least, mass, enough
 
 
-@triton.jit(noinline=True)
-def judged_among_more(known, scratch_ptr, draw, D, F, K: tl.constexpr):
-    """`judged_among` with twice as many lanes.
-
-    known: an order. Logits from it on were looked at before, and the filters do not end among them.
-    """
-    MORE: tl.constexpr = K.more
-    top = lane_maxima(scratch_ptr, draw, D, K)
-    least, mass, enough, _, _ = judged_among(top, known, scratch_ptr, draw, D, F, MORE)
-    return least, mass, enough
-
-
 @triton.jit
-def judged_among(top, cut, scratch_ptr, draw, D, F, K: tl.constexpr):
-    """Judge a row by K.capacity lanes.
+def judged_among(top, scratch_ptr, draw, D, F, K: tl.constexpr):
+    """(the code of the last kept logit, the mass of all that is kept, whether they are known), from K.capacity lanes.
 
-    Returns (the code of the last kept logit, the mass of all that is kept, whether they are known, whether twice as
-    many lanes may tell, the order from which on all logits are known).
+    A second look at twice as many, as a draw takes, takes as long as the launches for a low boundary.
     """
     call, known = greatest_lanes(top, D, F, K)
     there = call >= 0
     H = held_of(tl.maximum(call, 0), there, D, K)
-    least, enough, near, known = least_of_candidates(H, known, cut, scratch_ptr, draw, D, F, K)
+    least, enough, _, _ = least_of_candidates(H, known, None, scratch_ptr, draw, D, F, K)
     least = tl.maximum(least, F.least.to(tl.int64) << COLUMN_BITS)
     mass = tl.zeros([], tl.int64)
     if enough:
@@ -185,7 +168,7 @@ def judged_among(top, cut, scratch_ptr, draw, D, F, K: tl.constexpr):
         of_lanes += mass_within(H.x_2, column_of(H.call, 2), D, F.m, B, K)
         of_lanes += mass_within(H.x_3, column_of(H.call, 3), D, F.m, B, K)
         mass = tl.sum(of_lanes, axis=0)
-    return least, mass, enough, near, known
+    return least, mass, enough
 
 
 @triton.jit

@@ -14,7 +14,8 @@ class SampleSpec:
     part_stretches: stretches whose lanes a program looks through, if a row's maximum says what is kept.
     split: whether the programs of a row tell each other their best groups. greedy: whether the temperature is 0 for all
     rows.
-    all_stretches: a power of two, at least the stretches of a row. ranked: whether top-k or top-p may need to know the
+    all_stretches: a power of two, at least the stretches of a row. room: the stretches for which there is scratch, a
+    multiple of 4, so that all parts of it begin on 16 bytes. ranked: whether top-k or top-p may need to know the
     greatest logits. capacity: lanes of a row that are held at a time. candidates: how many of their logits are ranked
     at most.
     joint: whether each filter judges all columns.
@@ -26,7 +27,7 @@ class SampleSpec:
     read and judged as they are, and stand wherever logits do: logarithms in fp32 would make ties of close ones.
     sums: whether the launch that finds a low boundary also adds up what is kept; not where min-p may keep less.
     masks: whether what is kept is written, also for rows that cannot be drawn from; `valid` then says which rows are
-    not NaN.
+    not NaN. judges: whether rows are judged and not drawn from.
     grain_bits: the low bits of a logit's order, if they follow from the others: 16-bit logits have fewer orders than
     fp32.
     follows: whether the launch may begin before the one before it has ended, and then waits for it. leads: whether the
@@ -43,6 +44,7 @@ class SampleSpec:
     split: bool = False
     greedy: bool = False
     all_stretches: int = 1
+    room: int = 4
     capacity: int = 64
     candidates: int = 128
     ranked: bool = True
@@ -59,6 +61,7 @@ class SampleSpec:
     linear: bool = False
     sums: bool = False
     masks: bool = False
+    judges: bool = False
     ptx: bool = False
     follows: bool = False
     leads: bool = False
@@ -119,21 +122,22 @@ class SampleSpec:
 
     @property
     def list_at(self) -> int:
-        """int64: the codes of the logits among which a low boundary is sought."""
-        return self.lanes_at + (0 if self.ranked or self.first else 16 * self.room)
+        """int64: the codes of the logits among which a low boundary is sought.
+
+        They take the place of the lanes' maxima, if no launch reads these after the one that judges.
+        """
+        if self.sums or self.masks:
+            return self.tops_at
+        return self.lanes_at + (0 if self.ranked or self.first or self.judges else 16 * self.room)
 
     @property
     def bins_at(self) -> int:
         """int32: how many sampled logits are in each of 1024 ranges."""
-        return self.list_at + self.listed
+        return max(self.list_at + self.listed, self.lanes_at)
 
     @property
     def scratch(self) -> int:
-        return self.list_at + (self.listed + 512 if self.listed else 0)
-
-    @property
-    def room(self) -> int:
-        return max(4, self.all_stretches)  # so that all parts begin on 16 bytes
+        return self.bins_at + (512 if self.listed else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
