@@ -301,7 +301,10 @@ def test_long_rows_are_masked_as_by_torch(mask, device):
         wanted = reference.mask_logits(each, **({} if off else {name: number}))
         assert torch.equal(y.isnan(), wanted.isnan())
         apart = y.nan_to_num(7.0) != wanted.nan_to_num(7.0)
-        assert apart.sum() <= 4  # columns at a boundary that float32's sums move
+        # A boundary moves by a column where float32's sums, and a share that reaches top-p, are off by some 4e-7 of the
+        # nucleus: a column of these rows has 4.2e-6 of it.
+        assert apart.sum(1).max() <= 1
+        assert apart.sum() <= len(x) / 4
 
 
 @pytest.mark.gpu
