@@ -303,6 +303,16 @@ KINDS |= {
 }
 DIVERGENCES: dict[str, dict[str, Any]] = {
     "mean": {},
+    "mean of whole vectors": {"n_cols": 72},
+    "sum of whole vectors, numbers": {
+        "n_cols": 72, "reduction": "sum", "kind": "jsd", "beta": lambda n, seed: 0.25 + seed / 8,
+        "scale": lambda n, seed: 0.5 + seed, "target_temperature": lambda n, seed: 1.5 + seed,
+    },
+    "weight, whole vectors": {"n_cols": 72, "weight": lambda n, seed: rand(n, seed=seed + 3).abs() + 0.1},
+    "temperatures, whole vectors": {
+        "n_cols": 72, "temperature": lambda n, seed: rand(n, seed=seed + 3).abs() + 0.1, "kind": "tvd",
+    },
+    "row stride of whole vectors": {"n_cols": 72, "lay": padded, "kind": "reverse_kl"},
     "none, jsd": {"reduction": "none", "kind": "jsd", "beta": lambda n, seed: 0.25 + seed / 8},
     "sum, numbers": {
         "reduction": "sum", "scale": lambda n, seed: 0.5 + seed, "softcap": lambda n, seed: 5.0 + seed,
