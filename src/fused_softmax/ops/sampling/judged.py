@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Rows:
 
 
 class Judging:
-    """Judges rows [n_rows, n_cols] of logits, or of probabilities, like those that it was prepared for.
+    """Judges rows [n_rows, n_cols] of logits, or of probabilities, like those that it is made for, once it is prepared.
 
     of_probs: whether rows are probabilities, judged by their logarithms. linear: whether they are probabilities, judged
     as they are. masks: whether a call needs what is kept and not its mass, also of rows that have no distribution.
@@ -72,8 +73,17 @@ class Judging:
         written, numbers = self._written(), _numbers(options)
         arguments = Arguments(read, written, numbers, self.n_rows, n_cols, self.plan)
         self.strides = arguments.strides
-        preparing = _launches(self.plan, self.spec, arguments, index, _is_bounded(options)) if self.n_draws else []
-        self._launches = launch.together(*preparing)
+        # Only until they are prepared, because they hold tensors.
+        self._preparing = (
+            _launches(self.plan, self.spec, arguments, index, _is_bounded(options)) if self.n_draws else []
+        )
+
+    def prepare(self, *others: Callable[[], Any]) -> list[Any]:
+        """Prepare the launches, together with others whose functions are given, and return those others."""
+        preparing, self._preparing = self._preparing, []
+        made = launch.together(*preparing, *others)
+        self._launches = made[: len(preparing)]
+        return made[len(preparing) :]
 
     def __call__(self, logits: Tensor, options: Sampling) -> Rows:
         rows, run = self.of_call(logits, options)
@@ -221,10 +231,13 @@ def _prepare_turn(
     tensors = judged.scratch, judged.valid, judged.tensors["logits"], y
     scalars = judge.strides, rows.shape[0], plan.n_cols, plan.wide_parts, plan.wide_stretches
     index, follows = rows.get_device(), overlaps(rows.get_device())
-    write = launch.prepare(
-        _write_kept, plan.n_draws * plan.wide_parts, tensors, scalars, {"K": replace(judge.spec, follows=follows)},
-        device=index, num_warps=plan.num_warps, plan=plan, **overlapping(follows),
-    ).__call__  # fmt: skip
+    writing = partial(
+        launch.prepare, _write_kept, plan.n_draws * plan.wide_parts, tensors, scalars,
+        {"K": replace(judge.spec, follows=follows)}, device=index, num_warps=plan.num_warps, plan=plan,
+        **overlapping(follows),
+    )  # fmt: skip
+    (launched,) = judge.prepare(writing)
+    write = launched.__call__
 
     def call(rows: Tensor, number: Number, y: Tensor) -> Tensor:
         judged = judge(rows, _filtering(filter, number))

@@ -90,6 +90,14 @@ class _Judges:
         # Without filters the launches are bound by memory, and win nothing from others beside them.
         self.may_be_side_by_side = any(getattr(numbers, name) is not None for name in _FILTERS[1:])
 
+    def prepare(self, *others: Callable[[], Any]) -> list[Any]:
+        """`Judging.prepare` of all rows. Drafts mostly have the kernels of the target, so they come after it."""
+        made = self.target.prepare(*others)
+        for each in (self.drafts, self.raw):
+            if each is not None:
+                each.prepare()
+        return made
+
     def _side_by_side(self, given: Given) -> bool:
         """Whether target and drafts are judged side by side.
 
@@ -230,7 +238,7 @@ class _Following:
             spec = replace(spec, target=reports.spec)
             like |= of_reported | of_nodes
             reporting.append(partial(_Kernel, _report_tokens, n, spec, 1, like, index, plan))
-        made = launch.together(*kernels, *reporting)
+        made = judges.prepare(*kernels, *reporting)
         self._kernels, self._report = made[: len(kernels)], made[len(kernels) :]
 
     def __call__(self, given: Given, numbers: Numbers, judged: _Judged) -> SpeculativeOutput:
