@@ -76,6 +76,14 @@ def ranks():
 
 
 @pytest.fixture
+def default_dtype():
+    """A function that sets torch's default dtype until the end of the test."""
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture
 def way(request, monkeypatch) -> str:
     """Who draws, as the test's parameter says: "torch", by which many draws take little time, or "kernels"."""
     from fused_softmax.core.route import Route
@@ -110,6 +118,7 @@ def _interpreter_as_a_gpu():
 
     if INTERPRETED:
         interpreter.as_a_gpu()
+        interpreter.check_launches()
         exchange.POLLS = tl.constexpr(100)  # in turn, programs wait for nothing, and a bug should not take hours
     np.seterr(all="ignore")  # NaN and infinity are asked for, and NumPy warns of them
 

@@ -635,6 +635,18 @@ def made_of_holding(name, device):
     return held, run
 
 
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP64, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", [*each_of(KINDS), *HOLDING])
+def test_torchs_default_dtype_changes_nothing(name, dtype, default_dtype, device):
+    _held, run = made_of_holding(name, device) if name in HOLDING else KINDS[name].made(device)
+    truth = run()
+    default_dtype(dtype)
+    found = run()
+    calls.forget()
+    for results in (found, run(), run()):
+        same(results, truth)
+
+
 @pytest.mark.parametrize("name", [*each_of(KINDS), *HOLDING])
 def test_what_is_kept_holds_no_tensor(name, little_to_collect, device):
     held, run = made_of_holding(name, device) if name in HOLDING else KINDS[name].made(device)

@@ -689,6 +689,16 @@ def test_gradients_in_a_batch(device):
     torch.testing.assert_close(found, torch.stack(wanted))
 
 
+def test_an_incoming_gradient_may_begin_anywhere(device):
+    """After calls whose gradients begin on 16 bytes: a program of short rows reads several at a time."""
+    x, y = pair(8, 40, device=device)
+    leaf, g = x.requires_grad_(), torch.arange(9.0, device=device)
+    for of_rows in (g[:8], g[:8], g[1:]):
+        found = torch.autograd.grad(divergence(leaf, y, reduction="none"), leaf, of_rows)[0]
+        wanted = torch.autograd.grad((divergence(leaf, y, reduction="none") * of_rows).sum(), leaf)[0]
+        assert torch.equal(found, wanted)
+
+
 def test_what_is_changed_in_place_is_told(device):
     x, y = pair(4, 40, device=device)
     leaf = x.requires_grad_()

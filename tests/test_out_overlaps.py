@@ -72,6 +72,24 @@ def test_out_may_overlap_by_a_storage_of_its_own(function, device):
     torch.testing.assert_close(out, truth, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("strides", [(0, 1), (1, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5}, {"mask": torch.ones(6, 40, dtype=torch.bool)}], ids=str)
+@pytest.mark.parametrize("dim", [-1, 0])
+@reducing_too
+def test_out_whose_elements_share_a_place_is_refused(function, dim, options, strides, device):
+    options = {key: each.to(device) if isinstance(each, torch.Tensor) else each for key, each in options.items()}
+    x, memory = peaked(6, 40).to(device), torch.full((40,), 7.0, device=device)
+    reduced = torch.logsumexp(x, dim)
+    out = memory.as_strided(*((reduced.shape, (0,)) if function == "logsumexp" else (x.shape, strides)))
+    for given in (None, out, out):  # a call that is kept, too
+        if given is None:
+            public(function, x, dim, **options)
+            continue
+        with pytest.raises(RuntimeError, match="single memory location"):
+            public(function, x, dim, out=given, **options)
+    assert (memory == 7.0).all()
+
+
 @pytest.mark.parametrize("options", [{}, {"scale": 0.5}], ids=str)
 @pytest.mark.parametrize("dim", [-1, 0])
 @pytest.mark.parametrize("function", ["softmax", "log_softmax"])

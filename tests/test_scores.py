@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import INTERPRETED, kernels, peaked
-from contract import FAMILY, assert_scores, every_function, keeping_shape, public
+from contract import FAMILY, assert_scores, composed, every_function, keeping_shape, public
 from products import pairwise
 from scored import SCORES, added, hide, kept, on, sinks
 from shapes import ALIGNMENTS, DTYPES, STRATEGIES, framed, small
@@ -602,3 +602,19 @@ def test_logsumexp_into_what_its_input_is_read_from(device):
 def test_logsumexp_of_integers_with_scores_is_of_the_default_dtype_too(device):
     x = torch.arange(70, device=device).view(7, 10) % 6
     torch.testing.assert_close(public("logsumexp", x, scale=0.5), torch.logsumexp(x * 0.5, -1))
+
+
+@pytest.mark.parametrize("function", ["softmax", "log_softmax", "logsumexp"])
+def test_a_small_scale_is_not_0_whatever_torchs_default_dtype(function, default_dtype, device):
+    x, scale = peaked(3, 40).to(device), 1e-8
+    calls = {
+        "kernels": lambda x: public(function, x, scale=scale),
+        "torch": lambda x: composed(function, x, scale=scale),
+    }
+    wanted = torch.autograd.functional.jacobian(lambda x: getattr(torch, function)(x * scale, -1), x)
+    default_dtype(torch.float16)
+    assert 0 < wanted.abs().max() < 1e-7
+    for call in calls.values():
+        found = torch.autograd.functional.jacobian(call, x)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-14)
+        torch.testing.assert_close(torch.func.jacrev(call)(x), wanted, rtol=1e-4, atol=1e-14)

@@ -81,6 +81,22 @@ def both(name, x, given, dtype=None, dim=0, scale=None, seed=1):
     return (y.detach(), dx), (wanted.detach(), dtruth)
 
 
+@named
+def test_torchs_default_dtype_changes_nothing(name, small, default_dtype, device):
+    """Of segments in several parts, whose states lie in memory."""
+    sizes = WAYS["hubs that meet"]
+    x, offsets = peaked(sum(sizes), 3).to(device).requires_grad_(), offsets_of(sizes).to(device)
+    dy = torch.ones_like(FUNCTIONS[name](x, offsets))
+
+    def call():
+        y = FUNCTIONS[name](x, offsets)
+        return y, *torch.autograd.grad(y, x, dy)
+
+    wanted = call()
+    default_dtype(BF16)
+    assert all(torch.equal(*each) for each in zip(call(), wanted, strict=True))
+
+
 def assert_alike(found, wanted, rtol=2e-5, atol=2e-5):
     for one, other in zip(found, wanted, strict=True):
         if one is not None:

@@ -44,6 +44,11 @@ def _check_out(name: str, input: Tensor, result_dtype: torch.dtype, out: Tensor)
         raise RuntimeError(f"{name}: out must be on the input's device {input.device}, got {out.device}")
     if out.shape != input.shape and out.numel() > 0:
         raise RuntimeError(f"{name}: out must have the input's shape {shape_said(input)}, got {shape_said(out)}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise RuntimeError(
+            f"{name}: more than one element of out refers to a single memory location, got shape {shape_said(out)} of "
+            f"strides {out.stride()}; give a new tensor"
+        )
 
 
 def sized(out: Tensor, shape: tuple[int, ...]) -> Tensor:

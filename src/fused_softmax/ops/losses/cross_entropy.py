@@ -287,10 +287,10 @@ def _prepare_of_probabilities(
         ):
             loss = loss_now(given, weight, input, (label_smoothing, softcap, scale, lse_square_scale))
             asked = alike if loss is given else Divergence.of_loss(loss)
-            pair, shape = Pair(rows_of(input), rows_of(target), loss.weight), _shape_of_rows(input)
+            pair = Pair(input, target, loss.weight) if flat else Pair(rows_of(input), rows_of(target), loss.weight)
+            shape = _shape_of_rows(input) if beside or loss.reduction == "none" else ()
             if run is not None:
-                found = run(pair, asked, None)
-                return shaped(found, shape if loss.reduction == "none" else found.shape, dtype)
+                return shaped(run(pair, asked, None), shape, dtype)
             return output_of(*losses_of(*pair_with_lse(pair, asked), loss, dtype), (), wanted, loss.reduction, shape)
 
         return call

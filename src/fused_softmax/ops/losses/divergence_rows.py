@@ -20,6 +20,7 @@ from fused_softmax.ops.losses.divergence_launches import (
     at_once,
     backward,
     forward,
+    gradient_of_rows,
     in_vectors,
     plan_held,
     prepare_at_once,
@@ -101,7 +102,7 @@ def _prepare_summed(pair: Pair, options: Divergence, weight: Tensor | None) -> t
         return ()
     rows = prepare_at_once(of_call, counts_of(pair, weight, "sum")[0], options, needs_grad(pair.y))
     assert rows.like is not None
-    return rows, prepare_multiply(rows.like()[1], torch.empty((), device=pair.x.device))
+    return rows, prepare_multiply(rows.like()[1], torch.empty((), dtype=torch.float32, device=pair.x.device))
 
 
 def _in_place(of_call: Pair, pair: Pair) -> bool:
@@ -150,7 +151,7 @@ def summed(
 def counts_of(pair: Pair, weight: Tensor | None, reduction: str) -> tuple[Tensor | None, float]:
     """(the weights of rows as kernels take them, the factor of all rows in their sum or mean)."""
     if weight is None:
-        return None, 1 / len(pair.x) if reduction == "mean" else 1.0
+        return None, 1 / pair.x.shape[0] if reduction == "mean" else 1.0
     return weight.detach().resolve_neg().reshape(-1).to(torch.float32).contiguous(), 1.0
 
 
@@ -312,7 +313,7 @@ def _found_gradient(ctx, saved: tuple, dvalue: Tensor) -> Tensor | None:
     call = find(GRADIENT, options.key, *pair, dx, None)
     if call is None:
         return None
-    dvalue = _of_each(dvalue, ctx.reduction, x.shape[0]).contiguous()
+    dvalue = gradient_of_rows(_of_each(dvalue, ctx.reduction, x.shape[0]))
     call(pair, PairRows(*of_rows), dvalue, dx, None, options.numbers)
     return dx
 

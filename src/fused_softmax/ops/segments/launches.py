@@ -102,7 +102,7 @@ def _run(
         scaled=scale is not None, ptx=has_ptx(index),
     )  # fmt: skip
     n_slots = plan.n_groups * plan.n_blocks * 2
-    slots = torch.empty(2 * n_slots * plan.cols if spec.sums else 0, device=x.device)
+    slots = torch.empty(2 * n_slots * plan.cols if spec.sums else 0, dtype=torch.float32, device=x.device)
     hubs = torch.empty(n_slots, dtype=torch.int64, device=x.device)
     sound = torch.empty(plan.n_bunches, dtype=torch.bool, device=x.device)
     tensors = cut.offsets, cut.order, *given, slots, hubs, sound

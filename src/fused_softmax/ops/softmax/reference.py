@@ -25,7 +25,9 @@ def log_softmax(input: Tensor, dim: int = -1, **arguments) -> Tensor:
     if scale is None or arguments.get("sink") is not None:
         return y
     # Of scale 0 it is a logarithm of 1 or of 0, wherever the scores move.
-    return torch.where(torch.as_tensor(scale, device=y.device) == 0, y.detach(), y)
+    # A number would become one of torch's default dtype, which may round it to 0.
+    scale = torch.as_tensor(scale, dtype=getattr(scale, "dtype", torch.float64), device=y.device)
+    return torch.where(scale == 0, y.detach(), y)
 
 
 def logsumexp(input: Tensor, dim: int | Sequence[int], keepdim: bool = False, **arguments) -> Tensor:
