@@ -62,8 +62,9 @@ def enable(*, attention: bool = False, pyg: bool = False) -> None:
         of GATConv and TransformerConv. Calls that a compiler traces stay PyG's. Raises ImportError without
         torch_geometric.
 
-    Results, gradients and errors are torch's, except that a target that is not a class makes the loss NaN on a GPU, and
-    that the gradient of softmax over the ragged dim of a nested tensor is that of its segments.
+    Results, gradients and errors are torch's, but for three. A target that is not a class makes the loss NaN on a GPU.
+    An ignored row has gradient 0, also where it holds NaN or an infinity, of which torch makes NaN. The gradient of
+    softmax over the ragged dim of a nested tensor is that of its segments.
     Calls nest: each needs a `disable()` of its own. Make the first one before other threads call these functions.
 
     >>> enable()

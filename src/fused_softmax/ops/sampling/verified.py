@@ -146,7 +146,7 @@ def _beside(index: int | None) -> Iterator[AbstractContextManager]:
     Of no device, they run in the current stream.
 
     Many steps of a judgement wait for a few programs that come last. Side by side, rows of target and drafts fill the
-    chip: 64 x (4 + 1) x 151936 bf16 by top-p take 366 and 155 us of 439 and 178 (measured/sampling.md).
+    chip: 64 x (4 + 1) x 151936 bf16 by top-p take 361 and 149 us of 439 and 178 (measured/sampling.md).
     """
     if index is None:
         yield nullcontext()
