@@ -296,6 +296,10 @@ def test_a_result_is_current_while_its_operations_are():
         fingerprint.difference(then, now, ["softmax", "sample"])
         == "of other kernels of sample (fingerprint a against b)"
     )
+    assert (
+        fingerprint.difference(then, now, ["sample", "a", "b", "c"])
+        == "of other kernels of all 4 operations (fingerprint a against b)"
+    )
     assert fingerprint.difference(then, now, ["logsumexp"])
     assert fingerprint.difference(then, now)
     assert not fingerprint.difference(then, then)

@@ -20,7 +20,7 @@ EXPECTED = {
     "log_prob, lists": 3,
     "divergence, numbers of rows": 2,
     "divergence, both passes": 2,  # the divergences with their gradient, and what multiplies it
-    "divergence, of two passes": 1,
+    "divergence, of two passes": 2,
     "T, batches": 1,
     "top-k, batches": 2,
     "route, batches": 1,

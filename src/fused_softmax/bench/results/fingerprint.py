@@ -402,7 +402,8 @@ def difference(
     others = [name for name in operations if name not in before or before[name] != now.get(name)]
     if operations and not others:
         return ""
-    of = f" of {', '.join(sorted(others))}" if others and before else ""
+    named = f"all {len(others)} operations" if 3 < len(others) == len(operations) else ", ".join(sorted(others))
+    of = f" of {named}" if others and before else ""
     return f"of other kernels{of} (fingerprint {then} against {present['kernels']})"
 
 

@@ -231,8 +231,7 @@ def prepare_at_once(pair: Pair, dvalue: Tensor | None, asked: Divergence, of_tar
 
         return call
 
-    like = partial(written, plan.n_rows)
-    return compose(build, launched, n=plan.n_rows, like=like, by_row=True)
+    return compose(build, launched, n=plan.n_rows, by_row=True)
 
 
 def gradient_of_rows(dvalue: Tensor) -> Tensor:

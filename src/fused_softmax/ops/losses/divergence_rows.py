@@ -1,6 +1,7 @@
 """The divergences of rows of a student and of a teacher, the cross-entropy of probabilities, and their gradients."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from fused_softmax.core.calls import find
 from fused_softmax.core.checks import DTYPES, arithmetic_of
+from fused_softmax.core.launch import together
 from fused_softmax.core.launched import Call, Launched, compose
 from fused_softmax.core.no_gradient import saved_of, unpacked
 from fused_softmax.core.route import apart, batched, needs_grad, resolved
@@ -100,9 +102,14 @@ def _prepare_summed(pair: Pair, options: Divergence, weight: Tensor | None) -> t
     of_call = _detached(pair)
     if not _in_place(of_call, pair):
         return ()
-    rows = prepare_at_once(of_call, counts_of(pair, weight, "sum")[0], options, needs_grad(pair.y))
-    assert rows.like is not None
-    return rows, prepare_multiply(rows.like()[1], torch.empty((), dtype=torch.float32, device=pair.x.device))
+    counts, x = counts_of(pair, weight, "sum")[0], of_call.x
+    dx, factor = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty((), dtype=torch.float32)
+    return tuple(
+        together(
+            partial(prepare_at_once, of_call, counts, options, needs_grad(pair.y)),
+            partial(prepare_multiply, dx, factor),
+        )
+    )
 
 
 def _in_place(of_call: Pair, pair: Pair) -> bool:
