@@ -103,7 +103,9 @@ def _prepare_summed(pair: Pair, options: Divergence, weight: Tensor | None) -> t
     if not _in_place(of_call, pair):
         return ()
     counts, x = counts_of(pair, weight, "sum")[0], of_call.x
-    dx, factor = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty((), dtype=torch.float32)
+    # Logits stand for a gradient like them: it is as large, and the first call shall not hold it twice.
+    dx = x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    factor = x.new_empty((), dtype=torch.float32)
     return tuple(
         together(
             partial(prepare_at_once, of_call, counts, options, needs_grad(pair.y)),
@@ -144,9 +146,7 @@ def is_written_at_once(pair: Pair) -> bool:
     return plan_held(pair) is not None
 
 
-def summed(
-    pair: Pair, options: Divergence, weight: Tensor | None, reduction: str, run: AtOnce | None = None
-) -> Tensor:  # fmt: skip
+def summed(pair: Pair, options: Divergence, weight: Tensor | None, reduction: str, run: AtOnce | None) -> Tensor:
     """The sum or mean of rows' divergences, float32, whose gradients are written in the same pass.
 
     weight: of rows. A row of weight 0 adds 0, whatever it holds. run: what was prepared for tensors like these.

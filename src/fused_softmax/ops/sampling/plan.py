@@ -88,9 +88,9 @@ def plan_draws(n_draws: int, n_cols: int, itemsize: int, device: Device) -> Draw
 
 
 def _room(n_stretches: int) -> int:
-    """At least n_stretches, and few numbers in all, because each is another kernel: a power of two has four below it.
+    """At least n_stretches, and at most four numbers for each power of two, because each is another kernel.
 
-    It is a multiple of 4, so that all parts of a row's notes begin on 16 bytes.
+    All are multiples of 4, so that all parts of a row's notes begin on 16 bytes.
     """
     step = max(4, next_power_of_2(n_stretches) // 8)
     return -(-max(1, n_stretches) // step) * step
